@@ -1,1 +1,1 @@
-"""Building blocks that several engines share. Plain torch."""
+"""Building blocks shared by several engines; they depend on plain torch only."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing of chosen blocks (arXiv 1604.06174)."""
+"""Activation checkpointing of selected blocks (arXiv 1604.06174)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.eager_runs import eagerly, is_eager
 from lightning_pardist.engines.fsdp.fsdp_units import chosen_by_name, find_fsdp_units
 
-#: ``"auto"``: repeated blocks that consist of several layers. Otherwise names of classes.
+#: ``"auto"``: repeated blocks that consist of several layers. Otherwise class names.
 Checkpointing = Literal["auto"] | Collection[str]
 
 
 class ReplacedForward:
-    """What an engine has put in the place of a module's forward, on the object itself.
+    """Replacement for a module's ``forward``, set by an engine on the instance.
 
     Attributes:
-        call: What is called.
-        again: What backward runs again where the module is checkpointed: this itself, a part of it, or nothing (None).
+        call: The function that runs in place of ``forward``.
+        again: The replacement that backward recomputes if the module is checkpointed: this one, a part of it, or None
+            to recompute nothing.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -34,15 +35,15 @@ class ReplacedForward:
         self.again: ReplacedForward | None = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of forward."""
+        """Run the replacement."""
         return self.call(*args, **kwargs)
 
 
 def check_checkpointing(setting: Any) -> None:
-    """Refuse what is not a :data:`Checkpointing`.
+    """Check that a setting is a :data:`Checkpointing`.
 
     Raises:
-        ValueError: With what to set.
+        ValueError: If it is not; the message lists the valid settings.
     """
     if not isinstance(setting, Collection) or not all(isinstance(name, str) for name in setting):
         raise ValueError(
@@ -52,23 +53,23 @@ def check_checkpointing(setting: Any) -> None:
 
 
 def checkpoint_blocks(module: nn.Module, setting: Checkpointing) -> Callable[[], None]:
-    """Checkpoint the activations of blocks of a module, in place. Not collective.
+    """Enable activation checkpointing for blocks of a module, in place. Not collective.
 
-    Between steps a block keeps its inputs only; backward runs its forward once more, with the random numbers, autocast
-    state and batch statistics of the first time. Names, parameters and state dict stay as they are, and a copy of the
-    module checkpoints as well: a block's class gets a subclass of the same name.
+    Between forward and backward a block keeps only its inputs; backward recomputes its forward with the same RNG state,
+    autocast state and batch statistics. Names, parameters and state dict are unchanged, and a copy of the module is
+    checkpointed too: the block's class is replaced by a subclass of the same name.
 
     Args:
-        module: Before its parameters are sharded.
-        setting: Which blocks.
+        module: The module, before its parameters are sharded.
+        setting: Which blocks to checkpoint.
 
     Returns:
-        What undoes it, for blocks that have not become something else since.
+        A function that undoes it, except for blocks whose class has been changed again since.
 
     Raises:
         ValueError: If a class does not occur, a named block cannot be called, or there are no repeated blocks.
     """
-    # Some may be checkpointed already: a module that was left sharded by a run.
+    # Some may be checkpointed already, if an earlier run left the module sharded.
     blocks = [block for block in find_blocks(module, setting) if not isinstance(block, _Checkpointed)]
     changed = []
     for block in blocks:
@@ -90,10 +91,10 @@ def checkpoint_blocks(module: nn.Module, setting: Checkpointing) -> Callable[[],
 
 
 def find_blocks(module: nn.Module, setting: Checkpointing) -> list[nn.Module]:
-    """The blocks that :func:`apply` chooses; none of them lies inside another.
+    """Return the blocks that :func:`checkpoint_blocks` selects; none is a submodule of another.
 
     Raises:
-        ValueError: See :func:`apply`.
+        ValueError: See :func:`checkpoint_blocks`.
     """
     if setting == "auto":
         found = repeated_blocks(module)
@@ -117,26 +118,26 @@ def find_blocks(module: nn.Module, setting: Checkpointing) -> list[nn.Module]:
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Blocks of one class that follow each other and consist of several layers, whatever the class is called."""
+    """Return consecutive blocks of the same class that have submodules, whatever the class is called."""
     units = find_fsdp_units(module, min_unit_bytes=1)
     return [unit.module for unit in units if unit.reason == "block" and any(True for _ in unit.module.children())]
 
 
 class _Checkpointed:
-    """Goes in front of a block's class."""
+    """Mixin placed before a block's class in the MRO; its ``forward`` is checkpointed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _recomputed(self, super().forward, *args, **kwargs)  # type: ignore[misc]
 
 
 def _recomputed(block: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block's forward, and once more in backward."""
+    """Run a block's forward under non-reentrant checkpointing; backward recomputes it."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=functools.partial(_contexts, block), **kwargs)
 
 
-#: Class -> its checkpointed subclass: blocks of one class stay of one class.
+#: Class -> its checkpointed subclass, so that blocks of one class still share a class.
 _subclasses: dict[type, type] = {}
 
 
@@ -152,9 +153,9 @@ def _contexts(block: Any) -> tuple[AbstractContextManager[Any], AbstractContextM
 
 
 class _Again(contextlib.ExitStack):
-    """Around each forward of a backward, of which a backward in halves has two.
+    """Context of a recomputed forward; entered twice by a backward that is split into two halves.
 
-    It is the first forward's code: compiled and eager code save different tensors for backward.
+    The recomputation is eager if the first forward was: compiled and eager code save different tensors for backward.
     """
 
     def __init__(self, block: nn.Module, *, eager: bool, values: list[tuple[nn.Module, str, Tensor]]) -> None:
@@ -169,7 +170,10 @@ class _Again(contextlib.ExitStack):
 
 
 def _values_in_place(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """What stands in the place of parameters while the forward of a module around runs, and no longer in backward."""
+    """Return the non-parameter values registered as parameters during an enclosing module's forward.
+
+    They are no longer registered when backward recomputes the block.
+    """
     tables: list[tuple[nn.Module, dict[str, Any]]] = [(child, own_parameters(child)) for child in block.modules()]
     return [
         (owner, name, value)
@@ -194,11 +198,11 @@ def _in_place(values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _statistics_stay(block: nn.Module) -> Iterator[None]:
-    """The second forward sees the first one's batch: running statistics have counted it, and keep what they are."""
+    """Keep running statistics unchanged inside: the recomputed batch has been counted by the first forward."""
     counting: list[Any] = [c for c in block.modules() if c.training and getattr(c, "track_running_stats", False)]
     before = [(child, child.momentum, _clone(child.num_batches_tracked)) for child in counting]
     for child in counting:
-        # Of the new batch they take this share. Without statistics at all, a layer would save other tensors.
+        # Zero weight for the recomputed batch. Disabling the statistics would make the layer save other tensors.
         child.momentum = 0.0
     try:
         yield

@@ -1,4 +1,4 @@
-"""Buffers that a module registers while it runs: which there are, agreed between ranks before any of them is sent."""
+"""Synchronise the set of a module's buffers across ranks, so that buffers registered at run time can be broadcast."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_pardist.local_tensors import own_part
 
 @dataclass(frozen=True)
 class AgreedBuffer:
-    """A buffer that every rank has, or has room for.
+    """A buffer that is allocated on every rank of the group.
 
     Attributes:
-        name: Its name in the module.
-        source: Rank of the group whose values count.
-        tensor: This rank's buffer, to be sent or written to; of a DTensor this rank's part is meant.
-        is_everywhere: Whether all ranks had it before, in this shape.
+        name: Fully qualified name in the module.
+        source: Rank in the group whose values are broadcast.
+        tensor: This rank's buffer, to be sent or written to; for a DTensor its local part is used.
+        is_everywhere: Whether all ranks held it before, with this shape and dtype.
     """
 
     name: str
@@ -34,7 +34,7 @@ class AgreedBuffer:
 
 @dataclass(frozen=True)
 class _Described:
-    """What ranks have to have in common of a buffer before its values can be sent."""
+    """Properties of a buffer that must match across ranks before its values can be sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,18 +44,20 @@ class _Described:
 def agree_on_buffers(
     module: nn.Module, *, group: dist.ProcessGroup | None, source_of: Callable[[str], int] = lambda name: 0
 ) -> list[AgreedBuffer]:
-    """Give every rank the buffers that any rank has. Collective over ``group``; values are not sent.
+    """Allocate on every rank the buffers that any rank holds. Collective over ``group``; values are not sent.
 
-    A forward may register or replace buffers, and ranks may come by different branches and stages. What a rank lacks,
-    or has in another shape or dtype than the source, is made there without values.
+    A forward may register or replace buffers, and ranks may run different branches or pipeline stages. A buffer that is
+    missing on a rank, or differs there from the source in shape or dtype, is allocated uninitialized.
 
     Args:
-        module: The same on every rank but for such buffers. A buffer on ``meta`` counts as missing, and stays there.
-        group: Who takes part; None for the default group.
-        source_of: The rank of the group whose values count; if it has none, the first rank that has.
+        module: The same on every rank except for its buffers. A buffer on ``meta`` counts as missing, and stays on
+            ``meta``.
+        group: The participating ranks; None for the default group.
+        source_of: Maps a name to the rank in the group whose values are used; the first rank that holds the buffer if
+            that rank does not.
 
     Returns:
-        All buffers, in one order on all ranks.
+        All buffers, in the same order on all ranks.
     """
     own = dict(module.named_buffers(remove_duplicate=False))
     described = {name: _describe(module, name, buffer) for name, buffer in own.items() if not buffer.is_meta}
@@ -97,6 +99,6 @@ def _all_same(described: dict[str, _Described], group: dist.ProcessGroup | None)
 
 def _register(module: nn.Module, name: str, buffer: Tensor, is_persistent: bool) -> None:
     owner, _, last = name.rpartition(".")
-    # A submodule that this rank never made has no place for it.
+    # The submodule may not exist on this rank.
     with suppress(AttributeError):
         module.get_submodule(owner).register_buffer(last, buffer, persistent=is_persistent)

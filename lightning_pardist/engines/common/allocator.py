@@ -1,4 +1,4 @@
-"""Lets the allocator keep what a training step frees."""
+"""Configure glibc's allocator to keep memory freed by a training step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _done = False
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's allocator to keep freed memory for the next step. Once per process; it cannot be undone.
+    """Make glibc's allocator keep freed memory for the next step. Once per process; it cannot be undone.
 
-    By default glibc gives large freed blocks back to the kernel at once. A training step on CPU frees and allocates
-    the same tensors again and again, and pays thousands of page faults a step for that. Kept, the memory stays
-    resident at the step's peak.
+    By default glibc returns large freed blocks to the kernel at once. A training step on CPU frees and allocates the
+    same tensors repeatedly, which costs thousands of page faults per step. With this setting the memory stays resident
+    at the step's peak.
 
     Returns:
-        Whether the allocator took the setting: False where it is not glibc's.
+        Whether the allocator accepted the setting; False if it is not glibc's.
     """
     global _done
     if _done:

@@ -1,10 +1,10 @@
-"""Which dim of a result holds the samples of a batch, read off the autograd graph of what was computed from it.
+"""Find the batch dimension of intermediate results from the autograd graph of a loss.
 
 [Note: which dim is the batch]
-A reduction counts items of the batch only if it reduces the dim of the samples: in ``x.mean(0).sum()`` it is the mean,
-in ``x.mean(1).sum()`` the sum, and ``weight.pow(2).sum()`` is none of it. So the dim is followed from where it is
-certain, near the loss: through element by element operations, views, transpositions, reductions and products of
-matrices. The result of any other operation is taken to hold samples first, or where its size is that of the batch.
+A reduction is over the batch only if it reduces the batch dimension: in ``x.mean(0).sum()`` that is the mean, in
+``x.mean(1).sum()`` the sum, and ``weight.pow(2).sum()`` does not depend on the batch. The dimension of a node's result
+is derived from its inputs through elementwise operations, views, transpositions, reductions and matrix products. For
+any other operation the result is assumed to have the batch as its first dimension, or as the one of the batch's size.
 """
 
 from __future__ import annotations
@@ -24,67 +24,67 @@ from lightning_pardist.compat.autograd_graph import (
 )
 from lightning_pardist.engines.common.held_tensors import is_held
 
-#: Batch dims of results that have none: they are what the batch was reduced to, or have nothing to do with it.
+#: Values for results without a batch dim: the batch was reduced, or the result does not depend on the batch.
 REDUCED, CONSTANT = -1, -2
-#: How many operations the batch dim is followed down; what lies deeper is taken as its shape says.
+#: Number of operations through which the batch dim is followed; beyond it, the dim is inferred from the shape.
 REACH = 24
 ADDITIONS = {"Add", "Sub", "Rsub", "Stack", "Cat"}
 SAME = {"Neg", "ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Expand"}
 SAME |= {"Select", "Slice", "T", "Transpose", "Permute", "Diagonal", "Index", "MaskedFill"}
-#: Those that only arrange elements anew.
+#: Operations that only rearrange elements.
 VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze"}
-#: Products of matrices, in which a dim may be summed over.
+#: Matrix products, which may sum over the batch dim.
 CONTRACTIONS = {"Mm", "Mv", "Dot", "Bmm"}
-#: The sum over ranks that share a batch: below it is this rank's part, above what one process has.
+#: The all-reduce over ranks that share a batch: its input is this rank's part, its output the full result.
 SAME |= {"_Reduce"}
 REDUCTIONS = {"Sum", "Mean", "Nansum"}
 STATISTICS = {"Std", "Var", "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Logsumexp", "Prod", "Median"}
 STATISTICS |= {"StdMean", "VarMean"}
-#: Losses that torch has as one operation; ``reduction`` is 1 for the mean and 2 for the sum.
+#: Loss functions that are one operation in torch; ``reduction`` is 1 for the mean and 2 for the sum.
 LOSSES = {"NllLoss", "NllLoss2D", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy"}
 LOSSES |= {"BinaryCrossEntropyWithLogits", "SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss", "KlDiv"}
-#: Operations that take samples out of a batch one by one.
+#: Operations that select single samples or parts from a batch.
 PICKS = {"Unbind", "Select", "Split", "SplitWithSizes"}
 CURVES = {"Sqrt", "Rsqrt", "Exp", "Exp2", "Expm1", "Log", "Log1P", "Log2", "Log10", "Pow", "Square", "Reciprocal"}
 CURVES |= {"Abs", "Relu", "Sigmoid", "LogSigmoid", "Tanh", "Softplus", "Clamp", "ClampMin", "ClampMax", "NanToNum"}
 ELEMENTWISE = CURVES | {"Mul", "Div", "Add", "Sub", "Rsub", "Neg", "ToCopy", "Clone", "Alias", "Maximum", "Minimum"}
 ELEMENTWISE |= {"Where", "MaskedFill", "Lerp", "Addcmul", "Addcdiv", "Sin", "Cos", "Erf", "Gelu", "Silu", "Elu"}
 ELEMENTWISE |= {"Expand", "LeakyRelu", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropyWithLogits"}
-#: Operations whose result holds as many items as the batch's values say.
+#: Operations whose number of result items depends on the batch's values.
 PICKED = {"Index", "MaskedSelect"}
-#: Operations that look samples up in a parameter: their indices are no inputs of the graph.
+#: Operations that look up rows of a parameter: their indices are not inputs in the graph.
 LOOK_UPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
-#: Where operations keep arguments by which what is held is told from data.
+#: Names of saved operands, used to distinguish tensors held by the module from data.
 _OPERANDS = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Mv": ("self", "vec"), "Addmm": ("", "mat1", "mat2")}
 _OPERANDS |= dict.fromkeys(("Convolution", "NativeLayerNorm", "NativeGroupNorm"), ("input", "weight", "bias"))
-#: How far below a result a gather is looked for: what compares samples comes soon behind it.
+#: Maximum depth at which a gather is searched below a result: samples are compared soon after they are gathered.
 GATHER_REACH = 16
-#: Those by which ranks that share samples put parts of a result together.
+#: Gathers between ranks that share samples, which assemble the parts of one result.
 _OF_PARTS = {"_Gather", "_GatherCopy", "_Gathered"}
 
 
 class BatchDims:
-    """Finds the batch dims of nodes of one graph.
+    """Batch dims of the nodes of one autograd graph.
 
     Args:
-        samples: In the batch, to tell its dim by; by order of dims if None.
+        samples: Number of samples in the batch, which identifies its dim; if None, the order of dims is used.
     """
 
     def __init__(self, samples: int | None) -> None:
         self.samples = samples
-        #: The batch dim of a node, and how far below it was looked.
+        #: The batch dim of a node, and the depth to which the graph below it was searched.
         self._dims: dict[Node, tuple[int, int]] = {}
-        #: Constants that were computed from tensors which the module holds.
+        #: Constants computed from tensors that the module holds.
         self._of_held: set[Node] = set()
         self._depth = 0
         self._cut = False
 
     def is_of_held(self, node: Node) -> bool:
-        """Whether a constant was computed from tensors that the module holds."""
+        """Return whether a node is a constant computed from tensors that the module holds."""
         return self.of(node) == CONSTANT and node in self._of_held
 
     def of(self, node: Node) -> int:
-        """The dim of a node's result that holds samples, or ``REDUCED``, or ``CONSTANT``."""
+        """Return the batch dim of a node's result, ``REDUCED`` or ``CONSTANT``."""
         known, reach = self._dims.get(node, (0, -1))
         left = REACH - self._depth
         if reach >= left:
@@ -98,7 +98,7 @@ class BatchDims:
         self._depth -= 1
         if found == CONSTANT and any(child in self._of_held for child in inputs_of(node)):
             self._of_held.add(node)
-        # What was not cut off is known for good.
+        # A search that was not cut off is final.
         self._dims[node] = found, left if self._cut else REACH
         self._cut = cut or self._cut
         return found
@@ -110,14 +110,14 @@ class BatchDims:
         samples = self.samples
         if samples and sizes[0] % samples and samples in sizes:
             return sizes.index(samples)
-        # Time first, as recurrent layers have it, rather than several results of each sample.
+        # A time-first layout, as in recurrent layers, rather than several results of each sample.
         return int(len(sizes) > 2 and sizes[0] != samples == sizes[1])
 
     def _find_dim(self, node: Node) -> int:
         kind, sides = kind_of(node), inputs_of(node)
         inputs = [child for child in sides if child is not None]
         if kind == "AccumulateGrad":
-            # What another stage of a pipeline has computed may be of no sample.
+            # A leaf received from another pipeline stage may be independent of the batch.
             if is_held(getattr(node, "variable", None)):
                 self._of_held.add(node)
                 return CONSTANT
@@ -135,7 +135,7 @@ class BatchDims:
         if kind in ELEMENTWISE and inputs:
             return self._dim_of_elements(node, inputs, len(inputs) < len(sides))
         if kind in PICKED and inputs and self.of(inputs[0]) == 0:
-            # Picked items come first, whatever their number and that of their features.
+            # Selected items are in the first dim, regardless of their number and that of their features.
             return 0
         if kind in VIEWS and inputs:
             return self._dim_of_view(node, inputs[0])
@@ -148,13 +148,13 @@ class BatchDims:
         return self._by_shape(node) if unknown or any(self.of(child) != CONSTANT for child in inputs) else CONSTANT
 
     def _knows_sides(self, node: Node, kind: str, sides: Sequence[Node | None]) -> bool:
-        """Whether what needs no gradient among the arguments of an operation is held by the module, if any is."""
+        """Return whether all operands of an operation that need no gradient are held by the module."""
         missing = [place for place, side in enumerate(sides) if side is None]
         if not missing:
             return True
         names = _OPERANDS.get(kind, ())
         known = {place for place, name in enumerate(names) if place in missing and is_held(kept(node, name))}
-        # A bias is not saved, and held where the weight is.
+        # A bias is not saved; it is taken as held if the weight is.
         known |= {0} if known and kind == "Addmm" else set()
         if not known.issuperset(missing):
             return False
@@ -181,7 +181,7 @@ class BatchDims:
         return places[0] if places else self._by_shape(node)
 
     def _dim_of_matrix_product(self, node: Node, kind: str, sides: Sequence[Node | None]) -> int:
-        # What needs no gradient is data or a constant: which, the other one decides.
+        # An operand that needs no gradient is data or a constant; the other operand decides which.
         left, right = (CONSTANT if side is None else self.of(side) for side in sides)
         both_known = self._knows_sides(node, kind, sides)
         if left == right == CONSTANT:
@@ -211,22 +211,22 @@ class BatchDims:
         best, best_child = max(((self.of(child), child) for child in inputs), key=lambda pair: pair[0])
         if best >= 0:
             return best + len(sizes) - len(shape_of(best_child) or sizes)
-        # What is multiplied with samples that need no gradient has them from there on.
+        # A product with samples that need no gradient depends on the batch.
         if other_operands and sizes and (sizes != shape_of(best_child) or self._may_meet_data(node, best_child)):
             return self._by_shape(node)
         return best
 
     def _may_meet_data(self, node: Node, child: Node) -> bool:
-        """Whether the other operand of what was computed from held tensors may be data: targets at fixed points."""
+        """Return whether a result of held tensors may be combined with data here, such as targets at fixed points."""
         number = any(is_python_number(kept(node, name)) for name in ("other", "self", "exponent"))
         return child in self._of_held and not number
 
 
 class GatheredResults:
-    """Finds results of one graph whose samples are those of all ranks: each was gathered before anything was computed.
+    """Results of one graph that were computed from gathered samples only, and so are equal on all ranks.
 
     Args:
-        dims: Of the same graph.
+        dims: Batch dims of the same graph.
     """
 
     def __init__(self, dims: BatchDims) -> None:
@@ -234,11 +234,11 @@ class GatheredResults:
         self._known: dict[Node, bool | None] = {}
 
     def has(self, node: Node) -> bool:
-        """Whether every rank has the same result, as all that it was computed from is gathered."""
+        """Return whether all inputs of a result are gathered, so that every rank has the same result."""
         return self._state(node, GATHER_REACH) is True
 
     def _state(self, node: Node, left: int) -> bool | None:
-        """True as in :meth:`has`, False with samples of this rank's alone, None for results without samples."""
+        """Return True as in :meth:`has`, False if local samples are involved, None if the result has no samples."""
         if node in self._known:
             return self._known[node]
         if not left:
@@ -258,13 +258,13 @@ class GatheredResults:
                     break
             if found is None and self._dims.of(node) != CONSTANT:
                 found = False
-        # What was cut off is no further from the loss on the next way, as a rule.
+        # Cached even if the search was cut off below.
         self._known[node] = found
         return found
 
 
 def reduced_dims(node: Node, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Dims of its argument that a reduction reduces."""
+    """Return the dims of its argument that a reduction reduces."""
     ndim = len(sizes or ())
     dims = saved(node, "dim")
     if dims is None or dims == ():
@@ -274,7 +274,7 @@ def reduced_dims(node: Node, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
 
 
 def _moved(node: Node, kind: str, dim: int, sizes: tuple[int, ...] | None) -> int:
-    """Where a dim is after an operation that moves dims."""
+    """Return the position of a dim after an operation that moves dims."""
     if dim < 0:
         return dim
     ndim = len(sizes or ())
@@ -296,7 +296,7 @@ def _moved(node: Node, kind: str, dim: int, sizes: tuple[int, ...] | None) -> in
 
 
 def _viewed(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[int]:
-    """Dims of a view that hold what a dim held before: those of the same elements, by runs of dims of equal size."""
+    """Return the dims of a view that hold the elements of a dim of its base, by runs of dims of equal size."""
     left = right = 0
     while left < len(before) and right < len(after):
         begin = left, right

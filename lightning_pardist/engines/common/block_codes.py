@@ -1,4 +1,4 @@
-"""Numbers as codes of few bits, blocks of which share a scale."""
+"""Block-wise quantization of tensors for communication: bf16, or 8- and 4-bit integers with one scale per block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-#: How numbers travel: as halves, or as integers of 8 or 4 bits with a scale a block.
+#: Format in which values are sent: bf16, or 8- or 4-bit integers with one scale per block.
 Compression = Literal["bf16", "int8", "int4"]
 #: Elements of one tensor that share a scale: 0.4% more bytes with 4 bits.
 BLOCK = 2048
@@ -17,44 +17,44 @@ _LARGEST = {"int8": 127, "int4": 7}
 
 
 class BlockLayout(Protocol):
-    """Which numbers of a row share a scale, for a matrix with so many rows as there are messages."""
+    """Partition of a row into blocks that share a scale; a matrix has one row per message."""
 
     @property
     def num_blocks(self) -> int:
-        """Scales of a row."""
+        """Number of scales per row."""
         ...
 
     def arranged(self, rows: Tensor) -> Tensor:
-        """Rows as :meth:`spread` fits them: rows first, then codes in their order."""
+        """Return the rows in a shape that broadcasts with :meth:`spread`: row dim first, then elements in order."""
         ...
 
     def largest(self, arranged: Tensor) -> Tensor:
-        """The largest magnitude of each block, NaN where there is one, shape ``[rows, num_blocks]``."""
+        """Return the largest magnitude of each block, NaN if it contains one; shape ``[rows, num_blocks]``."""
         ...
 
     def spread(self, scales: Tensor) -> Tensor:
-        """A number a block, to be multiplied with what is arranged."""
+        """Return one number per block in a shape that broadcasts with the result of :meth:`arranged`."""
         ...
 
     def rows_of(self, arranged: Tensor) -> Tensor:
-        """The inverse of :meth:`arranged`."""
+        """Invert :meth:`arranged`."""
         ...
 
 
 class SliceLayout:
-    """Tensors cut into a slice for each of K ranks, as a matrix with a row a rank.
+    """Layout of several tensors, each cut into K slices, as a matrix with one row per rank.
 
-    A slice is a row's run of elements of each tensor. Blocks that share a scale end where a tensor ends, so that codes
-    of a tensor depend on nothing else: ranks that hold the same tensor beside others get the same mean of it.
+    A row is the concatenation of one slice of each tensor. Blocks do not cross tensor boundaries, so the codes of a
+    tensor depend on that tensor alone: ranks that hold it next to different other tensors compute the same mean of it.
 
     Args:
-        sizes: Elements of each tensor.
-        ranks: K.
+        sizes: Number of elements of each tensor.
+        ranks: Number of ranks K.
     """
 
     def __init__(self, sizes: Sequence[int], ranks: int) -> None:
         self.sizes, self.ranks = list(sizes), ranks
-        # Codes of 4 bits come in pairs.
+        # Even widths: two 4-bit codes share a byte.
         self.widths = [max(2, -(-size // (2 * ranks)) * 2) for size in sizes]
         self.width = sum(self.widths)
         blocks = [[BLOCK] * (width // BLOCK) + [width % BLOCK] * (width % BLOCK > 0) for width in self.widths]
@@ -63,22 +63,22 @@ class SliceLayout:
         self.block_of = torch.repeat_interleave(torch.arange(self.num_blocks), lengths)
 
     def to(self, device: torch.device) -> SliceLayout:
-        """This layout, for tensors on a device."""
+        """Move the layout to a device, in place, and return it."""
         self.block_of = self.block_of.to(device)
         return self
 
     def rows(self, flat: Tensor) -> Tensor:
-        """Tensors end to end, flat, as the matrix, shape ``[ranks, width]``."""
+        """Return the concatenated flat tensors as a zero-padded matrix of shape ``[ranks, width]``."""
         parts = zip(flat.split(self.sizes), self.widths, strict=True)
         return torch.cat([pad(part, (0, w * self.ranks - part.numel())).view(self.ranks, w) for part, w in parts], 1)
 
     def flat(self, rows: Tensor) -> Tensor:
-        """The inverse of :meth:`rows`."""
+        """Invert :meth:`rows`."""
         parts = zip(rows.split(self.widths, 1), self.sizes, strict=True)
         return torch.cat([part.reshape(-1)[:size] for part, size in parts])
 
     def arranged(self, rows: Tensor) -> Tensor:
-        """The rows themselves."""
+        """Return the rows unchanged."""
         return rows
 
     def largest(self, arranged: Tensor) -> Tensor:
@@ -87,19 +87,19 @@ class SliceLayout:
         return arranged.new_zeros(len(arranged), self.num_blocks).scatter_reduce(1, index, arranged.abs(), "amax")
 
     def spread(self, scales: Tensor) -> Tensor:
-        """A number an element."""
+        """Return the scale of each element, shape ``[rows, width]``."""
         return scales.gather(1, self.block_of.expand(len(scales), -1))
 
     def rows_of(self, arranged: Tensor) -> Tensor:
-        """The rows themselves."""
+        """Return the rows unchanged."""
         return arranged
 
 
 class EvenBlocks:
-    """Rows of flat memory in blocks of one size, whatever lies in them; it takes no memory of its own.
+    """Layout of rows in blocks of equal size, regardless of tensor boundaries; it allocates no memory.
 
     Args:
-        width: Elements of a row.
+        width: Elements per row.
         block: Elements that share a scale; even.
     """
 
@@ -108,7 +108,7 @@ class EvenBlocks:
         self.num_blocks = -(-width // block)
 
     def arranged(self, rows: Tensor) -> Tensor:
-        """Shape ``[rows, num_blocks, block]``, zeros behind a row's end."""
+        """Return the rows as ``[rows, num_blocks, block]``, zero-padded at the end of a row."""
         missing = self.num_blocks * self.block - rows.shape[1]
         return (pad(rows, (0, missing)) if missing else rows).reshape(len(rows), self.num_blocks, self.block)
 
@@ -120,25 +120,25 @@ class EvenBlocks:
         return torch.maximum(-low, high)
 
     def spread(self, scales: Tensor) -> Tensor:
-        """Shape ``[rows, num_blocks, 1]``."""
+        """Return the scales as ``[rows, num_blocks, 1]``."""
         return scales.unsqueeze(2)
 
     def rows_of(self, arranged: Tensor) -> Tensor:
-        """Shape ``[rows, width]``."""
+        """Return the rows as ``[rows, width]``, without padding."""
         return arranged.flatten(1)[:, : self.width]
 
 
 def encode(rows: Tensor, layout: BlockLayout, kind: Compression | None) -> Tensor:
-    """Numbers as the bytes that travel: rounded to the nearest code, scaled by the largest magnitude of their block.
+    """Quantize rows to bytes: scaled by the largest magnitude of their block and rounded to the nearest code.
 
     Args:
-        rows: Of floating dtype, shape ``[any, width]``.
-        layout: Of the rows.
-        kind: How; as they are if None.
+        rows: Tensor of floating dtype, shape ``[any, width]``.
+        layout: Block layout of the rows.
+        kind: Format of the codes; None keeps the values unchanged.
 
     Returns:
-        Shape ``[any, bytes]``, ``uint8``: for integers a row's scales (fp32), then its codes. Of a block with a number
-        that is not finite no number comes back finite.
+        Shape ``[any, bytes]``, ``uint8``: for integers the scales of a row (fp32), followed by its codes. A block that
+        contains a non-finite value decodes to non-finite values only.
     """
     if kind is None:
         return rows.contiguous().view(torch.uint8)
@@ -146,7 +146,7 @@ def encode(rows: Tensor, layout: BlockLayout, kind: Compression | None) -> Tenso
         return rows.to(torch.bfloat16).contiguous().view(torch.uint8)
     values = layout.arranged(rows.float())
     scales = layout.largest(values) / _LARGEST[kind]
-    # A block of zeros has codes of zero.
+    # An all-zero block gets zero codes.
     codes = (values / layout.spread(torch.where(scales == 0, 1.0, scales))).round_().to(torch.int8).flatten(1)
     packed = codes.view(torch.uint8)
     if kind == "int4":
@@ -156,25 +156,25 @@ def encode(rows: Tensor, layout: BlockLayout, kind: Compression | None) -> Tenso
 
 
 def left_behind(values: Tensor, received: Tensor) -> Tensor:
-    """What codes could not say, to be added the next time: nothing where that is not finite."""
+    """Return the quantization error for error feedback, with non-finite entries replaced by zero."""
     return (values - received).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def decode(data: Tensor, layout: BlockLayout, kind: Compression | None, dtype: torch.dtype) -> Tensor:
-    """The numbers that :func:`encode` has made bytes of.
+    """Dequantize the output of :func:`encode`.
 
     Args:
         data: Shape ``[any, bytes]``, ``uint8``.
-        layout: Of the rows.
-        kind: As they were encoded.
-        dtype: Of the result.
+        layout: Block layout of the rows.
+        kind: Format used by :func:`encode`.
+        dtype: Dtype of the result.
     """
     if kind is None:
         return data.view(dtype)
     if kind == "bf16":
         return data.view(torch.bfloat16).to(dtype)
     scales, codes = data.split([4 * layout.num_blocks, data.shape[1] - 4 * layout.num_blocks], 1)
-    # Columns of a matrix are not aligned for numbers.
+    # The column slice is not aligned for fp32; copy it before the view.
     scales = scales.flatten().clone().view(torch.float32).view(len(data), -1)
     if kind == "int4":
         codes = torch.stack([codes & 15, codes >> 4], 2).flatten(1).to(torch.int8) - 8

@@ -1,8 +1,8 @@
-"""All-gather and reduce-scatter of slices in few bits (ZeRO++, arXiv 2306.10209).
+"""Quantized all-gather and reduce-scatter of slices (ZeRO++, arXiv 2306.10209).
 
-Weights are rounded by their owner, who goes on from the exact ones: what rounding leaves behind does not add up.
-Gradients go to their owners in one all-to-all, each rounded once, and are summed there in full precision; rounded again
-at every hop, as a ring would have it, their errors would grow with the number of ranks.
+Weights are quantized by their owner, which updates the exact values, so quantization errors do not accumulate over
+steps. Gradients are sent to their owners in one all-to-all, quantized once, and summed there in full precision. A ring
+would quantize again at every hop, with errors that grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from torch import Tensor
 from lightning_pardist.engines.common.block_codes import Compression, EvenBlocks, decode, encode, left_behind
 from lightning_pardist.engines.common.slice_exchange import gather_slices
 
-#: What is left behind is added to later gradients, and is itself kept in codes.
+#: Format in which quantization errors are stored until they are added to later gradients.
 _KEPT_AS: Compression = "int8"
 
 
 def has_codes(tensor: Tensor) -> bool:
-    """Whether there are numbers, of a dtype that can be sent in few bits."""
+    """Return whether a tensor is not empty and of a dtype that can be quantized."""
     return tensor.is_floating_point() and tensor.numel() > 0
 
 
 def coded(rows: Tensor, kind: Compression) -> Tensor:
-    """What ranks that receive these rows have of them, shape and dtype of ``rows``, ``[any, slice]``."""
+    """Return ``rows``, shape ``[any, slice]``, as other ranks receive them: quantized and dequantized."""
     layout = EvenBlocks(rows.shape[1])
     return decode(encode(rows, layout, kind), layout, kind, rows.dtype)
 
 
 class CodedGather(dist.Work):
-    """An all-gather of codes; the numbers are there when it has been waited for.
+    """Work handle of a quantized all-gather; :meth:`wait` dequantizes the received codes.
 
     Args:
-        work: Of the codes.
-        codes: Of all ranks, shape ``[group size, bytes]``.
-        whole: Where the numbers go, shape ``[group size, slice]``.
-        kind: Of the codes.
+        work: Handle of the all-gather of codes.
+        codes: Codes of all ranks, shape ``[group size, bytes]``.
+        whole: Output, shape ``[group size, slice]``.
+        kind: Format of the codes.
     """
 
     def __init__(self, work: dist.Work, codes: Tensor, whole: Tensor, kind: Compression) -> None:
@@ -50,7 +50,7 @@ class CodedGather(dist.Work):
         self._codes, self._whole, self._kind = codes, whole, kind
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait as long as the group's timeout has it, and make numbers of the codes."""
+        """Wait for the all-gather, with the group's timeout, and dequantize into the output."""
         if self._work is not None:
             self._work.wait()
             with torch.no_grad():
@@ -61,18 +61,18 @@ class CodedGather(dist.Work):
 
 
 def gather_coded(whole: Tensor, own: Tensor, *, group: dist.ProcessGroup, kind: Compression) -> dist.Work:
-    """All-gather slices in few bits. Collective over ``group``; asynchronous.
+    """All-gather slices in quantized form. Collective over ``group``; asynchronous.
 
-    Every rank gets the same numbers, the owner of a slice as well. Sends ``(N-1)/N`` of ``whole`` in codes.
+    Every rank gets the same values, including the owner of a slice. Sends ``(N-1)/N`` of ``whole`` in codes.
 
     Args:
-        whole: Flat, contiguous, shape ``[group size * slice]``: where numbers go.
-        own: This rank's slice, exact; it may be a part of ``whole``.
-        group: Who takes part.
-        kind: Of codes.
+        whole: Output, flat and contiguous, shape ``[group size * slice]``.
+        own: This rank's exact slice; it may be a view of ``whole``.
+        group: The participating ranks.
+        kind: Format of the codes.
 
     Returns:
-        What to wait for, before ``whole`` is read or written to.
+        The work handle to wait for before ``whole`` is read or written.
     """
     size, rank = group.size(), group.rank()
     mine = encode(own.view(1, -1), EvenBlocks(own.numel()), kind)
@@ -82,17 +82,17 @@ def gather_coded(whole: Tensor, own: Tensor, *, group: dist.ProcessGroup, kind: 
 
 
 class Remainders:
-    """What codes of gradients could not say on this rank, to be added to the next ones (error feedback).
+    """Error feedback: this rank's quantization errors of gradients, added to the gradients of the next step.
 
-    1-bit SGD (Seide et al. 2014); that SGD converges with it is shown in arXiv 1901.09847. A remainder is kept in codes
-    of 8 bits, a byte a parameter in place of four.
+    See 1-bit SGD (Seide et al. 2014); arXiv 1901.09847 shows that SGD converges with it. Errors are stored as 8-bit
+    codes: one byte per parameter in place of four.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, Tensor] = {}
 
     def added(self, key: Hashable, rows: Tensor) -> Tensor:
-        """``rows`` with what was left of them; a new tensor, in fp32 or wider, as their receivers have them."""
+        """Return ``rows`` plus their stored error, as a new tensor in fp32 or wider, the dtype of the reduction."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         kept = self._kept.get((key, rows.shape))
         if kept is None:
@@ -100,29 +100,29 @@ class Remainders:
         return decode(kept, EvenBlocks(rows.shape[1]), _KEPT_AS, wide).add_(rows)
 
     def keep(self, key: Hashable, left: Tensor) -> None:
-        """Remember what is left."""
+        """Store the quantization error of a key."""
         self._kept[key, left.shape] = encode(left, EvenBlocks(left.shape[1]), _KEPT_AS)
 
     def clear(self) -> None:
-        """Forget it all: a checkpoint does not have it."""
+        """Drop all stored errors: they are not part of a checkpoint."""
         self._kept.clear()
 
     def held_bytes(self) -> int:
-        """Bytes of what is kept."""
+        """Return the number of bytes of stored errors."""
         return sum(kept.numel() for kept in self._kept.values())
 
 
 @dataclass
 class CodedReduction:
-    """A pending reduce-scatter in few bits, summed on wait.
+    """A pending quantized reduce-scatter; :meth:`finish` waits and sums.
 
     Attributes:
         own: This rank's slice of its own gradients, exact.
-        received: Codes of all ranks' slices, this one's included, shape ``[group size, bytes]``.
-        sent: Kept until it has been sent.
+        received: Codes of this slice from all ranks, this one included, shape ``[group size, bytes]``.
+        sent: The send buffer, referenced until it has been sent.
         rank: This rank in the group.
-        kind: Of the codes.
-        work: To be waited for.
+        kind: Format of the codes.
+        work: Handle of the all-to-all.
     """
 
     own: Tensor
@@ -133,10 +133,10 @@ class CodedReduction:
     work: Any
 
     def finish(self, out: Tensor | None = None) -> Tensor:
-        """Wait, and add up in fp32 or wider, in the order of ranks, so that every run adds alike.
+        """Wait, then sum in fp32 or wider in the order of ranks, which makes the sum deterministic.
 
         Args:
-            out: Where the sum goes, shape ``[slice]``; it may be ``own``. A new tensor if None.
+            out: Output, shape ``[slice]``; it may be ``own``. A new tensor if None.
         """
         self.work.wait()
         layout = EvenBlocks(self.own.numel())
@@ -155,16 +155,16 @@ def scatter_coded(
     remainders: Remainders | None = None,
     key: Hashable = None,
 ) -> CodedReduction:
-    """Reduce-scatter by slices in few bits. Collective over ``group``; asynchronous.
+    """Reduce-scatter slices in quantized form. Collective over ``group``; asynchronous.
 
-    A rank's own slice does not travel and is not rounded. Sends ``(N-1)/N`` of ``whole`` in codes.
+    A rank's own slice is not quantized. Sends ``(N-1)/N`` of ``whole`` in codes.
 
     Args:
-        whole: Flat, contiguous, shape ``[group size * slice]``; not to be written to before it is finished.
-        group: Who takes part.
-        kind: Of codes.
-        remainders: What earlier calls have left behind; rounding errors are lost if None.
-        key: Under which they are kept, for the same elements.
+        whole: Flat, contiguous, shape ``[group size * slice]``; must not be written before the reduction is finished.
+        group: The participating ranks.
+        kind: Format of the codes.
+        remainders: Quantization errors of earlier calls (error feedback); errors are dropped if None.
+        key: Key of these elements in ``remainders``.
     """
     size, rank = group.size(), group.rank()
     own_rows = whole.view(size, -1)

@@ -1,9 +1,9 @@
-"""Compiled blocks or steps, with what is compiled when and how long it takes.
+"""``torch.compile`` for repeated blocks or the whole training step, with a record of compilations and compile time.
 
-Blocks are compiled one class at a time (regional compilation): the blocks of a class share one function, whose code is
-compiled for the first of them and serves all. The class of a block gets a subclass of the same name whose ``forward``
-is compiled. So names in checkpoints stay, hooks on blocks run around compiled code (gathers of ``fully_shard`` among
-them), and a copy of a block is compiled too, with its own parameters.
+Blocks are compiled per class (regional compilation): all blocks of a class share one compiled function, which is
+compiled for the first of them. A block's class is replaced by a subclass of the same name whose ``forward`` is
+compiled. State dict names are unchanged, hooks on blocks run outside of compiled code (including the all-gathers of
+``fully_shard``), and a copy of a block is compiled too, with its own parameters.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from lightning_pardist.engines.common.activation_checkpointing import repeated_b
 
 #: ``"blocks"``: repeated blocks; ``"step"``: all of ``training_step``; ``"auto"``: nothing.
 Compile = Literal["auto", "blocks", "step"]
-#: A name that torch knows, or a function of a graph and its inputs.
+#: The name of a registered backend, or a function of a graph and its inputs.
 Backend = str | Callable[..., Any]
 
 
 class Compilation:
-    """What of a module is compiled during a run.
+    """The compiled parts of a module during a run.
 
     Args:
         setting: What to compile.
-        backend: By what.
-        report: Told of everything that is compiled again.
+        backend: The compiler backend.
+        report: Called with a message for every recompilation.
     """
 
     def __init__(self, setting: Compile, backend: Backend, *, report: Callable[[str], None]) -> None:
         self.setting, self.backend = setting, backend
         self.report = report
-        #: Graphs that were compiled, seconds that the backend took, and calls in which something was compiled again.
+        #: Number of compiled graphs, seconds spent in the backend, and number of calls that recompiled.
         self.graphs, self.seconds, self.again = 0, 0.0, 0
         self._run: Callable[..., Any] | None = None
         self._seen: set[Hashable] = set()
@@ -48,17 +48,17 @@ class Compilation:
         self._blocks: list[nn.Module] = []
 
     def compile_blocks(self, module: nn.Module) -> None:
-        """Compile a module's repeated blocks, in place; nothing runs yet. Not collective.
+        """Set up compilation of a module's repeated blocks, in place; they compile when first called. Not collective.
 
-        Blocks that the user has compiled, or that lie inside of a module that is, are left as they are.
+        Blocks that the user has compiled, or that are part of a compiled module, are left unchanged.
 
         Raises:
-            ValueError: If there are no repeated blocks, the ``forward`` of one was replaced on the object itself, or
-                there is no such backend.
+            ValueError: If there are no repeated blocks, the ``forward`` of one was replaced on the instance, or the
+                backend does not exist.
         """
         self._begin()
         taken = {child for each in module.modules() if compiles_itself(each) for child in each.modules()}
-        # Some may be compiled already: a module that was left sharded by a run.
+        # Some may be compiled already, if an earlier run left the module sharded.
         self._blocks = [b for b in repeated_blocks(module) if b not in taken and not isinstance(b, _Compiled)]
         names = {child: name for name, child in module.named_modules()}
         if not self._blocks and not any(isinstance(each, _Compiled) for each in module.modules()):
@@ -76,10 +76,10 @@ class Compilation:
             block.__class__ = self._subclass(type(block))
 
     def compiled_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A step function, compiled. What it logs breaks the graph, at that call.
+        """Return a compiled step function. Calls of ``log`` and ``log_dict`` are graph breaks.
 
         Raises:
-            ValueError: If there is no such backend.
+            ValueError: If the backend does not exist.
         """
         self._begin()
         compiled = torch.compile(step, backend=self._compile)
@@ -93,7 +93,7 @@ class Compilation:
         return run
 
     def undo(self) -> None:
-        """Give blocks their own classes, but those that have become something else since."""
+        """Restore the classes of blocks, except for blocks whose class has been changed again since."""
         for block in self._blocks:
             if type(block).__mro__[1] is _Compiled:
                 block.__class__ = type(block).__mro__[2]
@@ -108,11 +108,11 @@ class Compilation:
             text += f", {self.graphs} graphs in {self.seconds:.1f} s"
         return text + (f", compiled again in {self.again} calls" if self.again else "")
 
-    # --- what is compiled when ----------------------------------------------------------------------------------
+    # --- compilation and recompilation --------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self._run = backend_of(self.backend)
-        # One object: a bound method is another one each time, and code is compiled for each.
+        # Keep one object: each access creates a new bound method, and each backend object causes a compilation.
         self._compile = self._compile_graph
 
     def _compile_graph(self, graph: Any, inputs: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ class Compilation:
         )
 
     def _subclass(self, cls: type) -> type:
-        """A class whose forward is compiled: blocks of one class stay of one class."""
+        """Return the subclass with a compiled ``forward``, one per class, so that blocks still share a class."""
         if cls not in self._classes:
             compiled = torch.compile(cls.forward, backend=self._compile)  # type: ignore[attr-defined]
 
@@ -157,12 +157,12 @@ class Compilation:
 
 
 class _Compiled:
-    """Goes in front of a block's class."""
+    """Mixin that marks the class of a compiled block."""
 
 
 @contextmanager
 def _logging_breaks(module: nn.Module) -> Iterator[None]:
-    """The compiler calls what logs values, and does not look into it."""
+    """Exclude ``log`` and ``log_dict`` from compilation inside."""
     before = {name: module.__dict__.get(name) for name in ("log", "log_dict")}
     module.__dict__.update({name: _opaque(getattr(module, name)) for name in before if hasattr(module, name)})
     try:
@@ -175,7 +175,7 @@ def _logging_breaks(module: nn.Module) -> Iterator[None]:
                 module.__dict__[name] = own
 
 
-#: Bound methods are equal, not the same: the compiler wants the same object each time.
+#: Cached, because bound methods are equal but not identical, and the compiler guards on identity.
 @functools.lru_cache(maxsize=64)
 def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     return not_compiled(function)

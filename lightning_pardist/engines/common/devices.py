@@ -1,4 +1,4 @@
-"""What is asked of a device, whichever accelerator it is: its random numbers, and to have done its work."""
+"""Device-agnostic helpers: device selection, random number generators, non-blocking copies and synchronization."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-#: Kinds of devices without random numbers of their own beside the host's.
+#: Device types without a generator of their own; they use the host's.
 _WITHOUT_GENERATOR = ("cpu", "meta")
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """Where a process' random number generators are.
+    """States of a process' random number generators.
 
     Attributes:
-        host: torch's on the host.
-        own: That of a device, if it has one of its own.
-        numpy: numpy's global one.
-        python: That of Python's ``random``.
+        host: torch's CPU generator.
+        own: The device's generator; None if it has none of its own.
+        numpy: numpy's global generator.
+        python: Python's ``random``.
     """
 
     host: Tensor
@@ -36,9 +36,9 @@ class RandomState:
 
 
 def device_in_use() -> torch.device:
-    """The accelerator that this process computes on by now, the host if it uses none.
+    """Return the accelerator that this process has initialized; the CPU if there is none.
 
-    One that is there and was not touched is left alone: asking it would take memory of it, and fails in a forked child.
+    An uninitialized accelerator is not queried: that would allocate memory on it, and fails in a forked child.
     """
     found = torch.accelerator.current_accelerator()
     if found is None:
@@ -50,16 +50,16 @@ def device_in_use() -> torch.device:
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:
-    """The device that this rank has in a mesh."""
+    """Return this rank's device in a mesh."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def rank_devices() -> list[torch.device]:
-    """Accelerators of this host, one for each of its ranks; none where torch has nothing that ranks could talk through.
+    """Return the accelerators of this host, one per local rank; empty if torch has no collective backend for them.
 
-    Leaves them untouched.
+    Does not initialize them.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     backends = dist.Backend.default_device_backend_map
@@ -69,7 +69,7 @@ def rank_devices() -> list[torch.device]:
 
 
 def device_of_rank(local_rank: int) -> torch.device:
-    """The accelerator of a rank, current from now on; the host where there is none for it."""
+    """Return the accelerator of a local rank and make it the current device; the CPU if there is none for it."""
     known = rank_devices()
     if local_rank >= len(known):
         return torch.device("cpu")
@@ -78,24 +78,24 @@ def device_of_rank(local_rank: int) -> torch.device:
 
 
 def has_generator(device: torch.device) -> bool:
-    """Whether a device draws random numbers of its own."""
+    """Return whether a device has a random number generator of its own."""
     return device.type not in _WITHOUT_GENERATOR
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """The state of a device's generator, in host memory. Does not wait for the device."""
+    """Return the state of a device's generator, in host memory. Does not wait for the device."""
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
 def set_generator_state(state: Tensor, device: torch.device) -> None:
-    """The inverse of :func:`generator_state`."""
+    """Set the state of a device's generator, as returned by :func:`generator_state`."""
     torch.get_device_module(device).set_rng_state(state, device)
 
 
 @contextmanager
 def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside torch draws from a seed, on the host and on a current device; afterwards as if nothing was drawn."""
+    """Seed torch's generators of the host and of a current device inside; restore their states on exit."""
     host, own = torch.get_rng_state(), generator_state(device) if has_generator(device) else None
     try:
         _seed_torch(seed, device)
@@ -113,10 +113,10 @@ def _seed_torch(seed: int, device: torch.device) -> None:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Let torch's, numpy's and Python's random numbers begin anew.
+    """Seed torch's, numpy's and Python's generators.
 
     Args:
-        seed: Of 32 bits.
+        seed: Seed of 32 bits.
         device: Current device.
     """
     _seed_torch(seed, device)
@@ -125,13 +125,13 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def random_state(device: torch.device) -> RandomState:
-    """Of torch, on the host and on the device if it has random numbers of its own, of numpy and of Python."""
+    """Return the states of torch's generators (host, and device if it has its own), numpy's and Python's."""
     own = generator_state(device) if has_generator(device) else None
     return RandomState(torch.get_rng_state(), own, np.random.get_state(), random.getstate())
 
 
 def set_random_state(state: RandomState, device: torch.device) -> None:
-    """Go on from there."""
+    """Restore states returned by :func:`random_state`."""
     torch.set_rng_state(state.host)
     if state.own is not None:
         set_generator_state(state.own, device)
@@ -140,7 +140,7 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
 
 
 def is_same_state(one: RandomState, other: RandomState) -> bool:
-    """Whether nothing was drawn between two states of one device."""
+    """Return whether two states of one device are equal, so that nothing was drawn between them."""
     if not torch.equal(one.host, other.host) or (one.own is None) != (other.own is None):
         return False
     if one.own is not None and other.own is not None and not torch.equal(one.own, other.own):
@@ -151,7 +151,7 @@ def is_same_state(one: RandomState, other: RandomState) -> bool:
 
 @contextmanager
 def random_stays(device: torch.device) -> Iterator[None]:
-    """What is drawn inside is drawn again afterwards."""
+    """Restore all random states on exit, so that draws inside are repeated afterwards."""
     before = random_state(device)
     try:
         yield
@@ -160,18 +160,18 @@ def random_stays(device: torch.device) -> Iterator[None]:
 
 
 def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers of the host as a tensor on a device, which nobody waits for."""
+    """Return numbers of the host as a tensor on a device, by a non-blocking copy from pinned memory."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=has_generator(device)).to(device, non_blocking=True)
 
 
 def number_on(device: torch.device, value: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """A number, of the host or a device, as a tensor on a device, which nobody waits for unless it is the host."""
+    """Return a number or scalar tensor as a tensor on a device; non-blocking unless the target is the host."""
     if isinstance(value, Tensor):
         return value.to(device, dtype, non_blocking=has_generator(device))
     return torch.full((), value, dtype=dtype, device=device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given; at once on the host."""
+    """Wait for all queued work of a device; returns immediately for the host."""
     if device.type not in _WITHOUT_GENERATOR:
         torch.accelerator.synchronize(device)

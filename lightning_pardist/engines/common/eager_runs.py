@@ -1,4 +1,4 @@
-"""Runs in which compiled parts are as they were written, also where activations are computed again."""
+"""Eager execution of compiled functions inside a context, including recomputation by activation checkpointing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _eager: ContextVar[bool] = ContextVar("eager", default=False)
 
 @contextmanager
 def eagerly(active: bool = True) -> Iterator[None]:
-    """Inside, ``torch.compile`` compiles nothing, and what it has compiled runs as it was written.
+    """Disable ``torch.compile`` inside: compiled functions run eagerly.
 
     Args:
-        active: False leaves everything as it is.
+        active: False makes this a no-op.
     """
     if not active:
         yield
         return
     token = _eager.set(True)
-    # Where nobody has imported the compiler, nothing is compiled, and importing it takes seconds.
+    # If dynamo was not imported, nothing is compiled; importing it takes seconds.
     stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
         with stance:
@@ -33,5 +33,5 @@ def eagerly(active: bool = True) -> Iterator[None]:
 
 
 def is_eager() -> bool:
-    """Whether this runs inside of :func:`eagerly`."""
+    """Return whether the caller runs inside :func:`eagerly`."""
     return _eager.get()

@@ -1,4 +1,4 @@
-"""Tries whether an optimizer is elementwise, so that each rank may step on a part of the parameters."""
+"""Test by trial steps whether an optimizer is elementwise, so that each rank can update a shard of the parameters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from lightning_pardist.checkpoint.tensors import shared_state
 
-#: ``"flat"``: one-dimensional runs of elements. ``"dims"``: parts along one dim, the number of dims kept.
+#: ``"flat"``: one-dimensional slices of elements. ``"dims"``: shards along one dim, with the number of dims kept.
 Form = Literal["flat", "dims"]
 _T = TypeVar("_T", bound=Tensor)
 
 _STEPS = 3
-#: By number of dims, a small shape and one of a few thousand elements: some optimizers treat large tensors in another
-#: way (states of 8 bits, factored ones), some of them in blocks of 256 and only where those come out even. Of more
-#: dims, every further one is 2 and 1.
+#: By number of dims, a small shape and one of a few thousand elements: some optimizers treat large tensors differently
+#: (8-bit or factored state), some of them in blocks of 256 and only if the size is a multiple. For more dims, each
+#: further dim is 2 in the small and 1 in the large shape.
 _SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((), ()),
     ((6,), (5888,)),
@@ -37,25 +37,24 @@ Cut = Callable[[Tensor], Sequence[Tensor]]
 
 
 def is_elementwise(optimizer: Optimizer, *, form: Form) -> bool:
-    """Whether an optimizer's update of an element depends on nothing but that element, its gradient and its state.
+    """Return whether an optimizer's update of an element depends only on that element, its gradient and its state.
 
-    It is tried out rather than looked up, with the settings of every parameter group, its numbers of dims and the
-    attributes of its parameters: some steps on small tensors by one optimizer, and on parts of them by an optimizer
-    each, as ranks have them. So one that joins all of its parameters in a norm or an estimate is found as well as one
-    that needs matrices.
+    This is tested by trial steps, with the settings of every parameter group, its numbers of dims and the attributes of
+    its parameters: one copy of the optimizer steps on small tensors, further copies on shards of them, as on ranks.
+    The results differ if the optimizer needs matrices, or combines all of its parameters in a norm or an estimate.
 
     Args:
         optimizer: A torch optimizer; neither it nor its parameters are changed.
-        form: What a rank's optimizer is given.
+        form: The form of the shards that a rank's optimizer gets.
 
     Returns:
-        False as well where the optimizer cannot step like this, or where a step changes nothing.
+        True if the optimizer is elementwise; False also if it cannot step on shards, or if a step changes nothing.
     """
     cuts: list[Cut] = (
         [_cut_flat] if form == "flat" else [lambda whole: _halves(whole, 0), lambda whole: _halves(whole, 1)]
     )
     moved = False
-    # Small ones first: what takes a root of a matrix for every dim is never given large ones.
+    # Small shapes first, so that optimizers that compute matrix roots per dim fail before large ones are tried.
     for size, (options, group) in itertools.product(
         range(2), zip(trial_settings(optimizer), optimizer.param_groups, strict=True)
     ):
@@ -66,7 +65,7 @@ def is_elementwise(optimizer: Optimizer, *, form: Form) -> bool:
             if not all(_same_on_parts(optimizer, options, values, grads, whole, cut) for cut in cuts):
                 return False
         except Exception:
-            # On parts, or on anything of these shapes.
+            # The optimizer cannot step on shards, or on tensors of these shapes.
             return False
         moved = moved or any(not torch.equal(whole, start) for whole, start in zip(wholes, values, strict=True))
     return moved
@@ -112,14 +111,14 @@ def _shapes(dims: int) -> Sequence[tuple[int, ...]]:
 
 
 def small_shape(dims: int) -> tuple[int, ...]:
-    """The shape of a trial's small tensor with so many dims."""
+    """Return the shape of the small trial tensor with a given number of dims."""
     return _shapes(dims)[0]
 
 
 def kinds_of(group: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    """What kinds of parameters a group has: each number of dims with each set of attributes that occurs with it.
+    """Return the distinct kinds of parameters in a group, as pairs of number of dims and attributes.
 
-    Attributes that are neither numbers nor words count by their types.
+    Attributes that are not simple values (numbers, strings, dtypes) are compared by type.
     """
     found: dict[Any, tuple[int, dict[str, Any]]] = {}
     for param in group["params"]:
@@ -130,12 +129,12 @@ def kinds_of(group: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
 
 
 def marks_of(param: Tensor) -> dict[str, Any]:
-    """Attributes by which users tell an optimizer which of its parameters are special."""
+    """Return the attributes that users set on a parameter, which an optimizer may read."""
     return {name: value for name, value in param.__dict__.items() if not name.startswith("_pardist")}
 
 
 def marked(tensor: _T, marks: Mapping[str, Any]) -> _T:
-    """The tensor, with such attributes."""
+    """Set attributes on a tensor and return it."""
     tensor.__dict__.update(marks)
     return tensor
 
@@ -152,7 +151,7 @@ def stepped(
     *,
     step: Callable[[Optimizer], None] | None = None,
 ) -> list[Tensor]:
-    """The parameters after some steps of a copy of an optimizer, see :func:`stepped_twin`."""
+    """Return the parameters after some steps of a copy of an optimizer, see :func:`stepped_twin`."""
     return values_of(stepped_twin(optimizer, options, values, grads, step=step))
 
 
@@ -167,11 +166,11 @@ def stepped_twin(
     """Run some steps of a copy of an optimizer on other parameters.
 
     Args:
-        optimizer: Of which kind; it is not changed.
-        options: Settings of the one parameter group.
-        values: The parameters.
-        grads: Step by step, a gradient for each of them.
-        step: Runs one step in place of the optimizer's own.
+        optimizer: The optimizer to copy; it is not changed.
+        options: Settings of the single parameter group.
+        values: Initial values of the parameters.
+        grads: For each step, one gradient per parameter.
+        step: Function that runs one step; the optimizer's own step if None.
 
     Returns:
         The copy after all steps.
@@ -186,22 +185,22 @@ def stepped_twin(
 
 
 def values_of(clone: Optimizer) -> list[Tensor]:
-    """The parameters of a copy, group by group."""
+    """Return the parameters of a copy, in the order of its groups."""
     return [param.detach() for group in clone.param_groups for param in group["params"]]
 
 
 def same_numbers(
     one: Optimizer, other: Optimizer, groups: Sequence[int] | None = None, *, but: Collection[Any] = ()
 ) -> bool:
-    """Whether two copies keep the same numbers for all of their parameters together.
+    """Return whether two copies hold the same numbers outside of per-parameter state.
 
-    An estimate over all of them (Prodigy's distance, arXiv 2306.06101) may begin to matter in a later step only.
+    An estimate over all parameters (Prodigy's distance, arXiv 2306.06101) may affect values only in a later step.
 
     Args:
-        one: After some steps.
-        other: After as many.
-        groups: Parameter groups that count; all if None.
-        but: What :func:`numbers_of_shapes` gave.
+        one: A copy after some steps.
+        other: A copy after the same number of steps.
+        groups: Indices of parameter groups to compare; all if None.
+        but: Numbers to ignore, as returned by :func:`numbers_of_shapes`.
     """
     found, wanted = (_numbers(each, groups, but) for each in (one, other))
     return found.keys() == wanted.keys() and all(
@@ -211,26 +210,26 @@ def same_numbers(
 
 
 def numbers_of_shapes(one: Optimizer, other: Optimizer) -> set[Any]:
-    """Which numbers are the same whatever the values and gradients: they count steps, tensors or elements.
+    """Return the numbers that do not depend on values and gradients: counts of steps, tensors or elements.
 
-    No estimate is among them. Where the update uses one of them, parts show it in their values.
+    Estimates are not among them. If the update uses one of these counts, steps on shards give different values.
 
     Args:
-        one: After some steps.
-        other: After as many on tensors of the same shapes, with other values and gradients.
+        one: A copy after some steps.
+        other: A copy after as many steps on tensors of the same shapes, with other values and gradients.
     """
     found, wanted = _numbers(one, None), _numbers(other, None)
     return {key for key, value in found.items() if key in wanted and torch.equal(value, wanted[key])}
 
 
 def others_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Other values (or gradients) for a trial, of the same shapes and attributes."""
-    # Neither multiples nor signs apart: whatever an estimate looks at changes.
+    """Return other values (or gradients) for a trial, of the same shapes and attributes."""
+    # Not a multiple or a sign change, so that any estimate changes.
     return [marked(each * each + 0.25, each.__dict__) for each in tensors]
 
 
 def _numbers(optimizer: Optimizer, groups: Sequence[int] | None, but: Collection[Any] = ()) -> dict[Any, Tensor]:
-    """In parameter groups, in state that is nobody's own, and in attributes."""
+    """Return the numbers in parameter groups, in state shared by all parameters, and in attributes."""
     places: dict[Any, Mapping[Any, Any]] = {"attributes": optimizer.__dict__, "shared": shared_state(optimizer)}
     places.update((at, group) for at, group in enumerate(optimizer.param_groups) if groups is None or at in groups)
     return {
@@ -243,16 +242,16 @@ def _numbers(optimizer: Optimizer, groups: Sequence[int] | None, but: Collection
 
 
 def twin(optimizer: Optimizer, options: dict[str, Any], values: Sequence[Tensor]) -> Optimizer:
-    """An optimizer of the same kind before its first step, over copies of ``values`` in one group."""
+    """Return a copy of an optimizer before its first step, over copies of ``values`` in one group."""
     return twin_of_groups(optimizer, [options], [values])
 
 
 def twin_of_groups(
     optimizer: Optimizer, settings: Sequence[dict[str, Any]], values: Sequence[Sequence[Tensor]]
 ) -> Optimizer:
-    """An optimizer of the same kind before its first step, over copies of ``values``, group by group.
+    """Return a copy of an optimizer before its first step, over copies of ``values``, group by group.
 
-    Attributes of ``values`` are those of its parameters.
+    Attributes of ``values`` are copied to its parameters.
     """
     clone: Optimizer = object.__new__(type(optimizer))
     clone.__dict__.update({key: own_copy(value) for key, value in optimizer.__dict__.items()})
@@ -266,8 +265,8 @@ def twin_of_groups(
     ]
     clone.state = defaultdict(dict)
     if optimizer.state or type(optimizer).__module__.startswith("torch.optim."):
-        # Adagrad's constructor makes state before torch 2.12, which waits elsewhere while parameters are exchanged;
-        # others have made it by stepping. Somebody else's constructor may do more than that.
+        # Before torch 2.12 Adagrad creates state in its constructor, which is moved aside while parameters are
+        # exchanged; other optimizers create it in a step. Constructors outside of torch may have other effects.
         make: Callable[..., Optimizer] = type(optimizer)
         with suppress(TypeError, ValueError):
             clone.state = make([group for group in clone.param_groups if group["params"]]).state
@@ -275,13 +274,13 @@ def twin_of_groups(
 
 
 def own_step(optimizer: Optimizer) -> Callable[[Optimizer], None]:
-    """The update as the optimizer's class has it, without the hooks that torch calls around it."""
+    """Return the ``step`` of the optimizer's class, without torch's pre- and post-step hooks."""
     step = type(optimizer).step
     return getattr(step, "__wrapped__", step)
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> list[float]:
-    """Bytes of state that one step leaves for each fp32 element, group by group; 0 for an optimizer without state."""
+    """Return the bytes of state per fp32 element after one step, for each group; 0 for an optimizer without state."""
     (values,), ((grad,), *_) = _example([(small_shape(2), {})])
     found = []
     for options in trial_settings(optimizer):
@@ -306,30 +305,30 @@ def _example(
 
 
 def trial_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Each group's settings, fit for a trial in fp32 on the host."""
+    """Return each group's settings, adapted to trial steps in fp32 on the host."""
     found = []
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if "lr" in options:
-            # That of a warmup's first step may be 0, and would hide what the optimizer does.
-            # It stays a tensor for classes that refuse numbers; torch's own take tensors under "capturable" alone.
+            # The learning rate may be 0 in the first step of a warmup, which would hide the update.
+            # It stays a tensor for classes that refuse numbers; torch's own accept tensors only with "capturable".
             tensor = isinstance(options["lr"], Tensor) and "capturable" not in options
             options["lr"] = torch.tensor(0.1) if tensor else 0.1
-        # Kernels for one device say nothing about the arithmetic.
+        # Device-specific kernels do not change the arithmetic.
         options.update({key: False for key in ("fused", "capturable") if key in options})
         found.append({key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in options.items()})
     return found
 
 
 def _own_marks(value: Tensor) -> dict[str, Any]:
-    # Tensors with dims fit the parameter that has them, not one of a trial.
+    # Tensors with dims fit the shape of the original parameter, not that of a trial parameter.
     return {
         name: own_copy(mark) for name, mark in value.__dict__.items() if not isinstance(mark, Tensor) or not mark.dim()
     }
 
 
 def own_copy(value: Any) -> Any:
-    """A setting or an attribute that an optimizer may change without changing another one's."""
+    """Return a copy of a setting or attribute that can be changed without affecting the original."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.copy(value) if isinstance(value, dict | list | set) else value

@@ -1,4 +1,4 @@
-"""A few numbers that tell whether ranks hold the same values, without sending these."""
+"""Checksums to compare tensor values across ranks or steps without sending the tensors."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import torch
 from torch import Tensor
 
 FINGERPRINT_SIZE = 3
-#: Elements that are fp64 at once.
+#: Number of elements that are converted to fp64 at a time.
 _PIECE = 1 << 22
-#: Prime, so that rows of a matrix that changed places are in other columns.
+#: Prime, so that matrix rows that are swapped fall into other columns.
 _COLUMNS = 1021
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def fingerprint(values: Tensor, *, at_most: int | None = None) -> Tensor:
-    """Sum, sum of squares and a sum weighed by place: as good as never the same for other values. Not collective.
+    """Return the sum, the sum of squares and a position-weighted sum of a tensor. Not collective.
 
-    The weights tell values from the same ones in other places (rows that each rank chose to set anew).
+    Different values almost never have the same fingerprint. The position weights distinguish permuted values (rows that
+    each rank resets in other places).
 
     Args:
-        values: Of any shape, real.
-        at_most: Read so many elements at most, evenly spread.
+        values: Real tensor of any shape.
+        at_most: Maximum number of elements to read, evenly spread; all if None.
 
     Returns:
-        Shape ``[3]``, fp64, on the values' device. Equal values have equal ones on equal devices.
+        Shape ``[3]``, fp64, on the values' device. Equal values have equal fingerprints on equal devices.
     """
     flat = values.reshape(-1)
     if at_most is not None and flat.numel() > at_most:
@@ -39,13 +40,13 @@ def fingerprint(values: Tensor, *, at_most: int | None = None) -> Tensor:
 
 @torch.no_grad()
 def bit_sums(values: Tensor) -> Tensor:
-    """Sums of bits that tell whether a rank's own values were changed, at the cost of reading them. Not collective.
+    """Return checksums of the bit patterns, to detect changes of a rank's own values in one read. Not collective.
 
     Args:
-        values: Of any shape, real.
+        values: Real tensor of any shape.
 
     Returns:
-        Shape ``[1021]``, int64, on the values' device: as good as never the same for other values.
+        Shape ``[1021]``, int64, on the values' device; almost never the same for different values.
     """
     flat = values.reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])

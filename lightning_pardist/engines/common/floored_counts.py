@@ -1,7 +1,7 @@
-"""Counts that a step keeps from being zero, ``positives.sum().clamp(min=1)``, and what they were before.
+"""Record counts before a step clamps them from below, as in ``positives.sum().clamp(min=1)``.
 
-Where ranks or micro-batches have none of what is counted, each divides its sum by one, and one process divides the sum
-of all by what all have.
+A rank or micro-batch with no counted item divides its sum by one, whereas a single process divides the total sum by
+the total count.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MARK = "_pardist_unfloored"
 
 
 def noted_floors() -> AbstractContextManager[None]:
-    """Inside, what is clamped keeps what it was, for :func:`unfloored`."""
+    """Record the unclamped value of scalars that are clamped inside, for :func:`unfloored`."""
     return patches.noted_numbers(_mark, _pass_on)
 
 
 def unfloored(count: Tensor | float) -> Tensor | float:
-    """A count as it was before it was clamped from below; itself, if it was not. Not collective."""
+    """Return a count before it was clamped from below; the count itself if it was not clamped. Not collective."""
     before = getattr(count, _MARK, None)
     return count if before is None else torch.minimum(before.to(count), count)  # type: ignore[arg-type]
 

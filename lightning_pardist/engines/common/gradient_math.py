@@ -1,4 +1,4 @@
-"""Arithmetic over one rank's gradients."""
+"""Norms, scaling and clamping of one rank's gradients."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from lightning_pardist.compat.optimizers import clamp_together, multiply_together, norms_together
 from lightning_pardist.engines.common.devices import has_generator
 
-#: Whether a parameter of the module is counted on this rank.
+#: Returns whether this rank counts a parameter of the module.
 Counts = Callable[[nn.Parameter], bool]
 
 
 @torch.no_grad()
 def sum_of_powers(grads: Sequence[Tensor], norm_type: float, *, device: torch.device) -> Tensor:
-    """Sum of ``|g| ** norm_type`` over all elements, or the largest ``|g|`` if that is ``inf``.
+    """Return the sum of ``|g| ** norm_type`` over all elements, or the largest ``|g|`` if ``norm_type`` is ``inf``.
 
     Args:
-        grads: Ordinary tensors of any shapes and dtypes.
+        grads: Plain tensors of any shapes and dtypes.
         norm_type: The p of the p-norm.
-        device: Of the result.
+        device: Device of the result.
 
     Returns:
         A scalar in fp32 or wider; zero without gradients.
@@ -32,13 +32,13 @@ def sum_of_powers(grads: Sequence[Tensor], norm_type: float, *, device: torch.de
     if not grads:
         return torch.zeros((), device=device)
     widest = functools.reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads), torch.float32)
-    # One copy a kind: each waits for a device where gradients rest on the host.
+    # One copy per dtype and device: each copy synchronizes with the device if gradients are offloaded to the host.
     stacked = torch.cat([torch.stack(norms).to(device, widest) for norms in norms_of(grads, norm_type)])
     return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
 
 def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[list[Tensor]]:
-    """The norms of tensors, none of which is empty, by device and dtype; in fp32 or wider."""
+    """Return the norms of non-empty tensors, grouped by device and dtype, in fp32 or wider."""
     found: list[list[Tensor]] = []
     for members in by_kind(grads):
         wide = torch.promote_types(members[0].dtype, torch.float32)
@@ -50,7 +50,7 @@ def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[list[Tensor]]:
 
 
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors in place by a number."""
+    """Multiply tensors in place by a scalar tensor."""
     for members in by_kind(grads):
         own = factor.to(members[0].device, members[0].dtype)
         if run_together(members):
@@ -61,7 +61,7 @@ def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:
-    """Clamp every element of tensors in place to ``[-limit, limit]``."""
+    """Clamp all elements of tensors in place to ``[-limit, limit]``."""
     for members in by_kind(grads):
         if run_together(members):
             clamp_together(members, limit)
@@ -71,7 +71,7 @@ def clamp_(grads: Sequence[Tensor], limit: float) -> None:
 
 
 def by_kind(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors by device and dtype."""
+    """Group tensors by device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         found.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -79,5 +79,5 @@ def by_kind(grads: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def run_together(members: Sequence[Tensor]) -> bool:
-    """Whether tensors of one kind are worth few kernels for all: on a device each costs a launch, on the host none."""
+    """Return whether to use multi-tensor kernels: they save kernel launches on a device, and nothing on the host."""
     return has_generator(members[0].device) and not members[0].is_complex()

@@ -16,14 +16,14 @@ from lightning_pardist.engines.data_engine import DataEngine
 
 
 class NormAxis(Protocol):
-    """A mesh axis beside the data axis, as far as the norm is concerned."""
+    """Interface of a mesh axis other than the data axis, for the gradient norm."""
 
     def counts(self, param: nn.Parameter) -> bool:
-        """Whether this rank counts a parameter's gradient."""
+        """Return whether this rank counts a parameter's gradient."""
         ...
 
     def reduce_over_axis(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Combine a tensor in place over the axis. Collective over it."""
+        """Reduce a tensor in place over the axis. Collective over it."""
         ...
 
 
@@ -39,17 +39,19 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale gradients so that their norm over the whole job is at most ``max_norm``. Collective over all axes.
 
+    The norm is computed from local sums of powers and one reduction per axis; gradients replicated on several ranks are
+    counted once.
+
     Args:
-        engine: Of the data axis.
+        engine: Engine of the data axis.
         params: Parameters of the module, the same on all ranks.
         max_norm: Largest norm allowed.
         norm_type: The p of the p-norm, ``inf`` included.
-        axes: Tensor and pipeline axes, of those that there are.
-        error_if_nonfinite: Refuse a norm that is not finite, on every rank alike.
+        axes: The tensor and pipeline axes, as far as they exist.
+        error_if_nonfinite: Raise on every rank if the norm is not finite.
 
     Returns:
-        The norm before, a scalar equal on every rank. Local sums of powers, one reduction an axis; what several ranks
-        hold alike is counted once.
+        The norm before clipping, a scalar equal on every rank.
 
     Raises:
         RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is set.
@@ -72,15 +74,15 @@ def total_norm(
     among: Iterable[nn.Parameter],
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """The norm of gradients over the whole job. Collective over all axes.
+    """Return the norm of gradients over the whole job. Collective over all axes.
 
     Args:
-        engine: Of the data axis.
-        params: Parameters of the module, all of those that are meant that this rank holds, or more.
+        engine: Engine of the data axis.
+        params: The parameters in question; those that this rank does not hold may be left out.
         norm_type: The p of the p-norm, ``inf`` included.
-        axes: Tensor and pipeline axes, of those that there are.
-        among: The same on all ranks, with the parameters among them.
-        error_if_nonfinite: Refuse a norm that is not finite, on every rank alike.
+        axes: The tensor and pipeline axes, as far as they exist.
+        among: Parameters that determine the dtype of the norm: the same on all ranks, including all of ``params``.
+        error_if_nonfinite: Raise on every rank if the norm is not finite.
 
     Returns:
         A scalar, equal on every rank.
@@ -103,14 +105,14 @@ def grad_norms(
     axes: Sequence[NormAxis] = (),
     world: dist.ProcessGroup,
 ) -> list[Tensor | None]:
-    """The norm of each parameter's gradient over the whole job. Collective over all axes.
+    """Return the norm of each parameter's gradient over the whole job. Collective over all axes.
 
     Args:
-        engine: Of the data axis.
+        engine: Engine of the data axis.
         params: Parameters of the module, the same on all ranks.
         norm_type: The p of the p-norm, ``inf`` included.
-        axes: Tensor and pipeline axes, of those that there are.
-        world: All ranks.
+        axes: The tensor and pipeline axes, as far as they exist.
+        world: Process group of all ranks.
 
     Returns:
         For each parameter a scalar, equal on every rank, or None if it has no gradient on any rank.
@@ -129,12 +131,12 @@ def _norms(
     axes: Sequence[NormAxis],
     among: Iterable[nn.Parameter],
 ) -> Tensor:
-    """The norm of each set of gradients. Collective over all axes."""
+    """Return the norm of each set of gradients. Collective over all axes."""
 
     def counts(param: nn.Parameter) -> bool:
         return all(axis.counts(param) for axis in axes)
 
-    # A rank may hold gradients of the narrower dtypes only.
+    # A rank may hold gradients of lower precision only; the dtype has to match across ranks.
     widest = functools.reduce(torch.promote_types, (param.dtype.to_real() for param in among), torch.float32)
     powers = torch.stack([engine.grad_power(params, norm_type, counts if axes else None).to(widest) for params in sets])
     largest = math.isinf(norm_type)

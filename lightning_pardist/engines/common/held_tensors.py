@@ -1,8 +1,8 @@
-"""Tensors that a module holds whatever the batch is: matrices of penalties, grids, points that never change.
+"""Mark tensors that a module holds independently of the batch: penalty matrices, grids, fixed points.
 
-A graph shows of an operand without a gradient that it has none, and not whether it is data of the batch. So what a
-module holds when it is set up is marked, on its storage: views of it, and what a graph has saved, show the mark too. A
-tensor that a step makes or puts in the place of one has none.
+An autograd graph shows that an operand has no gradient, but not whether it is data of the batch. Tensors held by the
+module at setup are therefore marked on their storage, which is shared by views and by tensors saved for backward. A
+tensor that a step creates, or assigns in place of a held one, is not marked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def mark_held(module: nn.Module) -> None:
-    """Mark buffers, parameters that are not trained, and tensors among the attributes of modules. Not collective."""
+    """Mark buffers, frozen parameters and tensor attributes of modules, if they need no gradient. Not collective."""
     attributes = (each for part in module.modules() for each in vars(part).values())
     for each in (*attributes, *module.buffers(), *module.parameters()):
         if isinstance(each, Tensor) and not each.requires_grad and (storage := _storage(each)) is not None:
@@ -27,14 +27,17 @@ def mark_held(module: nn.Module) -> None:
 
 
 def mark_computed(tensor: Tensor) -> None:
-    """Mark a tensor that was computed elsewhere from what the module holds, and from no sample. Not collective."""
+    """Mark a tensor that another pipeline stage computed without any sample of the batch. Not collective."""
     setattr(tensor, _MARK, True)
     if (storage := _storage(tensor)) is not None:
         setattr(storage, _MARK, True)
 
 
 def is_held(value: Any) -> bool:
-    """Whether a tensor was marked, or what it shows all of: a row of a table may be there for a sample."""
+    """Return whether a tensor is marked, or covers all of a marked storage.
+
+    A view of a part of the storage, such as a row of a table, may have been selected for a sample.
+    """
     if getattr(value, _MARK, False):
         return True
     storage = _storage(value) if isinstance(value, Tensor) else None
@@ -44,7 +47,7 @@ def is_held(value: Any) -> bool:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Of a plain tensor; None of sparse ones, those without values, classes of their own, and inside of transforms."""
+    """Return the storage of a plain tensor; None for sparse, meta and subclassed tensors, and inside transforms."""
     if in_transform() or type(tensor) not in _PLAIN:
         return None
     if tensor.layout is not torch.strided or tensor.device.type == "meta":

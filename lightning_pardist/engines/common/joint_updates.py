@@ -1,4 +1,4 @@
-"""Steps of optimizers that update all of their tensors together, on tensors of which ranks hold parts."""
+"""Replicated steps on gathered tensors, for optimizers that update all of their sharded parameters jointly."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from lightning_pardist.engines.offload import HostedState
 
 
 class JointUpdates(WholeUpdates):
-    """Every rank puts all tensors together, takes the same step, and keeps its parts of the outcome.
+    """Joint updates: every rank gathers all tensors, computes the same step, and keeps its shards of the result.
 
-    Where the step calls its closure again (LBFGS), ranks' parts have the values in question while it runs. State is
-    whole on every rank, and during a step values and gradients are, also those of parameters that are on ``meta`` here.
+    If the step calls its closure again (LBFGS), the shards hold the current trial values while the closure runs.
+    Optimizer state is unsharded on every rank. During a step so are values and gradients, including those of parameters
+    that are on ``meta`` on this rank.
 
     Args:
-        step: The optimizer's own.
-        **kwargs: As for :class:`~lightning_pardist.engines.common.whole_updates.WholeUpdates`.
+        step: The optimizer's own ``step``.
+        **kwargs: Arguments of :class:`~lightning_pardist.engines.common.whole_updates.WholeUpdates`.
 
     Raises:
-        ValueError: If state is kept in files, of which a step would need all at once.
+        ValueError: If state is offloaded to files: a step needs all of it at once.
     """
 
     def __init__(self, optimizer: Optimizer, *, step: Callable[..., Any], **kwargs: Any) -> None:
@@ -46,7 +47,7 @@ class JointUpdates(WholeUpdates):
 
     @override
     def owns(self, number: int) -> bool:
-        """Every rank has all of the state."""
+        """Return True: every rank holds the state of all parameters."""
         return True
 
     @override
@@ -58,7 +59,7 @@ class JointUpdates(WholeUpdates):
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step. Collective over the group."""
+        """Run one optimizer step on gathered tensors. Collective over the group."""
         if self._before_step is not None:
             self._before_step()
         self._take()
@@ -79,13 +80,13 @@ class JointUpdates(WholeUpdates):
         return result
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        """Run forward and backward with the values that the optimizer has come to."""
+        """Run the closure (forward and backward) with the optimizer's current values. Collective over the group."""
         self._give()
-        # The closure looks at the optimizer, too: it zeroes gradients.
+        # The closure also uses the optimizer's parameters: it zeroes gradients.
         self._exchange_params(back=True)
         if self._after_step is not None:
             self._after_step()
-        # Where it raises, others may not: nothing collective may follow, and the optimizer has its own parameters.
+        # It may raise on some ranks only: no collective may follow, and the optimizer must hold the user's parameters.
         with torch.enable_grad():
             result = closure()
         if self._before_step is not None:
@@ -96,7 +97,7 @@ class JointUpdates(WholeUpdates):
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Put values and gradients together, and let the optimizer hold them. Collective over the group."""
+        """Gather values and gradients, and put them into the optimizer's groups. Collective over the group."""
         present = self._present()
         params = self._params()
         wholes = self._gathered([*range(len(params))], "reads")
@@ -136,14 +137,14 @@ class JointUpdates(WholeUpdates):
 
     @torch.no_grad()
     def _give(self) -> None:
-        """Write this rank's parts of the values."""
+        """Write the values back to this rank's shards."""
         for number, held in self._held.items():
             for part in held.boxes("writes").parts:
                 box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
                 part.values.copy_(self._twins[number].detach()[box])
 
     def _exchange_params(self, *, back: bool) -> None:
-        """Let the optimizer hold other parameters, in the very lists and dicts that it may hold on to (LBFGS does)."""
+        """Swap the optimizer's parameters, in place in its lists and dicts, to which it may hold references (LBFGS)."""
         optimizer, params = self.optimizer, self._current
         names: Mapping[Any, Any] = {
             (twin if back else params[number]): (params[number] if back else twin)
@@ -167,17 +168,19 @@ def step_on_wholes(
     before_step: Callable[[], None] | None = None,
     after_step: Callable[[], None] | None = None,
 ) -> None:
-    """Let ``optimizer.step()`` update whole tensors, whatever way they lie on ranks. Collective over ``group``, once.
+    """Replace ``optimizer.step()`` by an update of unsharded tensors, however they are sharded.
+
+    The call is collective over ``group``, and so is every step. It does nothing if the optimizer was set up before.
 
     Args:
         optimizer: Holds the user's parameters.
-        found: What its update of an element depends on, other than ``"elementwise"``.
-        group: Ranks that together hold the parameters whole.
-        held: Where a parameter lies on this rank.
-        device: Where updates are computed; that of the parameters' values if None.
-        hosted: Keeps state between steps, if it is offloaded.
+        found: What the update of an element depends on; not ``"elementwise"``.
+        group: Ranks that together hold all elements of the parameters.
+        held: Returns the storage of a parameter on this rank.
+        device: Device of the update; that of the parameters' values if None.
+        hosted: Holds the state between steps if it is offloaded; otherwise None.
         before_step: Called right before the update, after a closure.
-        after_step: Called after it.
+        after_step: Called after the update.
     """
     if updates_of(optimizer) is not None:
         return

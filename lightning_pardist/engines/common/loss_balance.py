@@ -1,9 +1,9 @@
-"""Weighs the terms of ranks' losses so that their average has the gradient of one process' loss.
+"""Scale the gradients of loss terms so that the average over ranks equals the gradient of the single-process loss.
 
-A data engine averages gradients over ranks, which is right where every rank divides by the same count. Rank r of R
-divides its mean by n_r where one process divides by N = n_1 + ... + n_R, so the gradient of the mean is multiplied by
-R n_r / N on its way down, and that of a sum by R. Several means in one loss, each with a count of its own, are
-multiplied each by its own factor: their counts go round in one small reduction between forward and backward.
+A data engine averages gradients over ranks, which is exact if every rank divides its loss by the same count. Rank r of
+R divides its mean by n_r, a single process by N = n_1 + ... + n_R, so in backward the gradient of a mean is multiplied
+by R n_r / N, and that of a sum by R. If a loss contains several means with different counts, each has its own factor.
+The counts are summed over ranks in one small all-reduce between forward and backward.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_terms import Term
 
-#: Means with counts of their own that fit into the message; further ones are weighed by samples.
+#: Maximum number of means with their own counts in the message; further ones are weighted by samples.
 _MEANS = 24
-#: Places for their counts, which go by name; and for how many a loss has, with which some ranks' may lack terms.
+#: Number of slots for their counts, chosen by name, and for a one-hot number of means, which detects missing terms.
 _COUNTS, _SIZES = 31, 6
-#: Numbers other than losses that fit into it.
+#: Maximum number of values other than losses in the message.
 _VALUES = 16
-#: Numbers in front: ranks that take part, those with a loss, those with terms, their terms' signature and the square of
-#: that, samples, signature and square for the values, what numbers divide sums by, and the square of that, and what
-#: stands for the settings of optimizers, and its square.
+#: Number of header fields: participating ranks, ranks with a loss, ranks with terms, signature of the terms and its
+#: square, samples, signature of the values and its square, Python numbers that divide sums and their square, signature
+#: of the optimizers' settings and its square.
 _HEAD = 12
 
 
 @dataclass(frozen=True)
 class Value:
-    """A number that each rank has computed as a mean or a sum of its own samples.
+    """A number that each rank computed as a mean or sum over its own samples, to be combined across ranks.
 
     Attributes:
-        name: Equal on all ranks.
-        value: This rank's, a tensor of no dims.
-        weight: What a mean is divided by; None for a sum.
+        name: Name, equal on all ranks.
+        value: This rank's number, a tensor of no dims.
+        weight: The count that a mean is divided by; None for a sum.
     """
 
     name: str
@@ -53,17 +53,18 @@ class Value:
 
 @dataclass(frozen=True)
 class Balance:
-    """What one exchange came to.
+    """Result of one :func:`exchange`.
 
     Attributes:
-        factors: For each term, what its gradient is to be multiplied with before ranks are averaged; shape ``[terms]``.
-        values: For each value, that of all ranks' samples together; this rank's own where ranks' values do not match.
-        agreed: Whether the losses of all ranks consist of the same terms, or of some of those that one of them has; no
-            dims. Otherwise means go by samples.
-        totals: For each term that is a mean, what all ranks have counted; shape ``[terms]``.
-        samples: Of all ranks; no dims.
-        same_numbers: Whether all ranks' sums are divided by the same numbers, which were taken for constants; no dims.
-        same_settings: Whether all ranks gave the same ``settings``; no dims.
+        factors: For each term, the factor on its gradient before the average over ranks; shape ``[terms]``.
+        values: For each value, that over the samples of all ranks; this rank's own if the ranks' values do not match.
+        agreed: Whether the losses of all ranks consist of the same terms, or of subsets of one rank's terms; no dims.
+            Otherwise means are weighted by samples.
+        totals: For each term that is a mean, the total count of all ranks; shape ``[terms]``.
+        samples: Number of samples of all ranks; no dims.
+        same_numbers: Whether all ranks divide their sums by the same Python numbers, which were taken as constants; no
+            dims.
+        same_settings: Whether all ranks passed the same ``settings``; no dims.
     """
 
     factors: Tensor
@@ -76,17 +77,18 @@ class Balance:
 
 
 def signature(names: Sequence[str]) -> float:
-    """A small number that stands for some names in their order; exact in float64 also when squared and summed."""
+    """Return a 20-bit hash of a list of names; in float64 it stays exact when squared and summed over ranks."""
     return float(zlib.crc32("|".join(names).encode()) & 0xFFFFF)
 
 
 def agreed_terms(terms: list[Term], agree: Callable[[Tensor], Tensor] | None, device: torch.device) -> list[Term]:
-    """Terms with the counts of the whole batch, where this rank's part of it may hold nothing that counts.
+    """Return terms with the counts of the whole batch, of which this rank's part may contain no counted item.
 
     Args:
-        terms: As this rank finds them.
-        agree: Combines counts of ranks that share a batch, shape ``[terms]``. Collective over these; None if none do.
-        device: Of its message.
+        terms: The terms found on this rank.
+        agree: Combines the counts, shape ``[terms]``, of ranks that share a batch. Collective over these ranks; None if
+            no ranks share one.
+        device: Device of the message.
     """
     if agree is None or not terms:
         return terms
@@ -104,16 +106,16 @@ def exchange(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Balance:
-    """Find the factors for a loss' terms. Collective over ``group``: one reduction of a few hundred bytes.
+    """Compute the factors for a loss' terms. Collective over ``group``: one all-reduce of a few hundred bytes.
 
     Args:
-        terms: Of this rank's loss; none if its step had no loss.
-        samples: Samples in this rank's batch.
+        terms: Terms of this rank's loss; empty if its step had no loss.
+        samples: Number of samples in this rank's batch.
         present: Whether this rank's batch counts at all.
-        values: Further numbers to put together.
-        settings: A :func:`signature` of what ranks are to have alike.
-        group: Ranks whose gradients are averaged; None if this one is alone.
-        device: Of the message.
+        values: Further numbers to combine across ranks.
+        settings: A :func:`signature` of settings that should be equal on all ranks.
+        group: Ranks whose gradients are averaged; None for this rank alone.
+        device: Device of the message.
     """
     values = values[:_VALUES]
     names = [f"{term.kind} {term.what}" for term in terms if term.kind != "constant" and not term.is_nothing]
@@ -128,7 +130,7 @@ def exchange(
     shares = [1.0 if value.weight is None else value.weight for value in values]
     own = _message([*head, *_table(terms), *_padded(shares, _VALUES)], device)
     own[_HEAD:] *= here
-    # A mean of nothing is no number, and counts nothing.
+    # Skip zero-weight parts: a mean over no items is NaN.
     parts = own.new_zeros(_VALUES)
     if values:
         weights = own[-_VALUES:][: len(values)]
@@ -141,12 +143,12 @@ def exchange(
 
 
 def _places(terms: Sequence[Term]) -> tuple[list[int], bool]:
-    """Where the counts of a loss' means go, by their names, and whether that is so on ranks with fewer of them as well.
+    """Return the slots of the means' counts, by name, and whether ranks that lack some of the means use the same slots.
 
-    On ranks with the same terms it always is; otherwise only where no two share a place.
+    Ranks with the same terms always use the same slots; ranks with fewer terms only if no two names collide.
     """
     means = [term.what for term in terms if term.kind == "mean"][:_MEANS]
-    # Fewer of a kind are terms of fewer samples, and not some of these.
+    # The number of equal names is part of the name: fewer of them are other terms, not a subset.
     names = [f"{what} {means[:index].count(what)} of {means.count(what)}" for index, what in enumerate(means)]
     wanted = [zlib.crc32(name.encode()) % _COUNTS for name in names]
     places: list[int] = []
@@ -156,7 +158,7 @@ def _places(terms: Sequence[Term]) -> tuple[list[int], bool]:
 
 
 def _table(terms: Sequence[Term], what: Literal["count", "surplus"] = "count") -> list[Tensor | float]:
-    """What means have counted, each at its place, or by how much more they are divided."""
+    """Return the counts of the means, or their surpluses, each in its slot."""
     found: list[Tensor | float] = [0.0] * _COUNTS
     means = [term for term in terms if term.kind == "mean"]
     for place, term in zip(_places(terms)[0], means, strict=False):
@@ -164,12 +166,12 @@ def _table(terms: Sequence[Term], what: Literal["count", "surplus"] = "count") -
     return found
 
 
-#: A number for each of: names that share a place, sums, others; for fewer ranks than this.
+#: Base to encode three numbers of ranks in one (colliding names, sums, other terms), for fewer ranks than this.
 _BASE = 2.0**16
 
 
 def _makeup(terms: Sequence[Term], like: Tensor) -> Tensor:
-    """How many means have counted something, as a one at that place; and what else there is, as one number."""
+    """Return the number of means with a positive count, one-hot, and flags for collisions, sums and other terms."""
     places, apart = _places(terms)
     sizes: list[Tensor | float] = [0.0] * _SIZES
     if apart and like.device.type == "cpu":
@@ -184,19 +186,19 @@ def _makeup(terms: Sequence[Term], like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Hooks that scale gradients on their way.
+    """Handles of the hooks that scale gradients in a backward.
 
     Attributes:
-        coming_in: Those that multiply what comes in at a node, by node: a loss of one term has one. Those of several
-            terms multiply what additions hand on.
-        others: All others.
+        coming_in: Prehooks that multiply the gradient arriving at a node, by node. Used for a term that is the whole
+            loss; for a summand, the gradient that the addition passes on is multiplied.
+        others: Handles of all other hooks.
     """
 
     coming_in: dict[Node, RemovableHandle] = field(default_factory=dict)
     others: list[RemovableHandle] = field(default_factory=list)
 
     def remove(self) -> None:
-        """The backward that they were meant for is over."""
+        """Remove all hooks, after the backward that they were registered for."""
         for handle in (*self.coming_in.values(), *self.others):
             handle.remove()
         self.coming_in.clear()
@@ -204,14 +206,14 @@ class Scaling:
 
 
 def scale_gradients(terms: Sequence[Term], factors: Tensor) -> Scaling:
-    """Multiply the gradients of a loss' terms in the backward pass to come. Not collective.
+    """Register hooks that multiply the gradients of a loss' terms in the next backward. Not collective.
 
     Args:
-        terms: Of the loss.
-        factors: As many.
+        terms: Terms of the loss.
+        factors: One factor per term.
 
     Returns:
-        The hooks; they stay until they are removed, or the graph is gone.
+        The hooks; they stay until they are removed or the graph is freed.
     """
     found = Scaling()
     on_host = factors.device.type == "cpu"
@@ -230,7 +232,7 @@ def scale_gradients(terms: Sequence[Term], factors: Tensor) -> Scaling:
         if empty is not False:
             found.others.extend(_stop_at(term, empty))
     for (product, place), members in _by_cofactor(terms).items():
-        # Gradients of the terms were scaled further down; what multiplies their sum follows the first that counts.
+        # The terms' gradients are scaled at their own edges; the factor of their sum uses the scale of the first mean.
         lead = next((index for index in members if terms[index].kind == "mean"), members[0])
         found.others.append(product.register_hook(partial(_multiplied_at, place, scales[lead])))
         for empty in (_is_empty(terms[index], on_host) for index in members):
@@ -240,7 +242,7 @@ def scale_gradients(terms: Sequence[Term], factors: Tensor) -> Scaling:
 
 
 def _put_together(terms: Sequence[Term], factors: Tensor) -> Iterator[tuple[Term, Tensor, Tensor]]:
-    """Terms that are elements of one tensor: the first of them, the factors of all, and which have counted nothing."""
+    """Yield, for terms that are elements of one tensor, the first term, all factors, and a mask of zero counts."""
     groups: dict[Node, list[int]] = {}
     for index, term in enumerate(terms):
         if term.element is not None:
@@ -248,7 +250,7 @@ def _put_together(terms: Sequence[Term], factors: Tensor) -> Iterator[tuple[Term
     for members in groups.values():
         members.sort(key=lambda index: terms[index].element or 0)
         counts = [torch.as_tensor(terms[index].divisor, device=factors.device) for index in members]
-        # A term that goes by samples may have counted nothing all the same.
+        # A term that is weighted by samples may have a zero count too.
         yield terms[members[0]], factors[members], torch.stack(counts) == 0
 
 
@@ -262,7 +264,7 @@ def _scale_one_by_one(found: Scaling, term: Term, factor: Tensor, empty: Tensor)
 
 
 def _by_cofactor(terms: Sequence[Term]) -> dict[tuple[Node, int], list[int]]:
-    """Edges to what multiplies sums, and the terms of each sum that depend on the batch, by their index."""
+    """Map each edge to a factor of a sum to the indices of the sum's non-constant terms."""
     found: dict[tuple[Node, int], list[int]] = {}
     for index, term in enumerate(terms):
         for edge in term.cofactors if term.kind != "constant" else ():
@@ -271,10 +273,10 @@ def _by_cofactor(terms: Sequence[Term]) -> dict[tuple[Node, int], list[int]]:
 
 
 def uneven_products(terms: Sequence[Term]) -> list[str]:
-    """Why no one factor is right for the gradient of what multiplies a sum of terms, for a message; none if one is.
+    """Return why no single scale is exact for the gradient of a factor of a sum of terms; empty if one is.
 
-    It is as large as the sum is, and what each term has to do with that is not known behind the forward. Parts of
-    parameters alone do no harm to means: the factors of these add up to 1.
+    This gradient is proportional to the sum, and each term's share of it is not known after the forward. Terms of
+    parameters alone do not matter next to means, whose factors average to 1 over ranks.
     """
     for edge, members in _by_cofactor(terms).items():
         inside = [terms[index] for index in members]
@@ -282,20 +284,20 @@ def uneven_products(terms: Sequence[Term]) -> list[str]:
         counts = [float(term.count) if term.by_data else 0.0 for term in inside]
         if "sum" in kinds and (len(kinds) > 1 or any(term.offset for term in inside)):
             return ["something trained multiplies a sum over samples and what is none, added together"]
-        # Sums of the same weights in another order differ by rounding.
+        # Sums of the same weights in a different order differ by rounding.
         if not all(math.isclose(count, counts[0], rel_tol=1e-5) for count in counts):
             return ["something trained multiplies means with several counts, added together"]
     return []
 
 
 def _is_empty(term: Term, on_host: bool) -> Tensor | bool:
-    """Whether a mean is one of nothing; a tensor where asking would wait for the device."""
+    """Return whether a mean is over no items; a tensor if a bool would need a device synchronization."""
     empty = term.divisor == 0 if term.kind == "mean" else False
     return bool(empty) if on_host else empty
 
 
 def _stop_at(term: Term, empty: Tensor | bool) -> Iterator[RemovableHandle]:
-    """Let zeros pass where nothing was counted: a mean of nothing makes numbers that are none out of them."""
+    """Register hooks that zero the gradients of a mean over no items, which would be NaN otherwise."""
     *above, reduction = term.path
     yield reduction.register_prehook(partial(_zeros_if, empty))
     for node in above:
@@ -319,7 +321,7 @@ def _multiplied(factor: Tensor | float, grads: Sequence[Tensor | None]) -> tuple
 
 
 def _like(factor: Tensor, grad: Tensor) -> Tensor:
-    """One factor, or as many as there are elements, in their shape."""
+    """Return a factor per element in the gradient's shape; a single factor unchanged."""
     return factor.reshape(grad.shape) if factor.numel() == grad.numel() else factor
 
 
@@ -337,7 +339,7 @@ def _zeros_at(
 
 def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total: Tensor, ranks: int) -> Balance:
     alike = total[2] * total[4] == total[3] ** 2
-    # What a rank without a loss would have counted is not known: ranks count alike then, it with a loss of zero.
+    # The count of a rank without a loss is unknown: all ranks are weighted equally, that rank with a loss of zero.
     complete = total[0] == total[1]
     by_samples = own[0] * torch.where(complete, _factor(own[5], total[5], ranks), 1.0)
     agreed = alike
@@ -345,7 +347,7 @@ def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total:
         agreed = alike | _is_nested(total)
     counts = slice(_HEAD, _HEAD + _COUNTS)
     surplus = _message(_table(terms, "surplus"), own.device)
-    # One process keeps the count of all from being smaller as well.
+    # A single process clamps the total count from below as well.
     divisors = own[counts] + surplus
     wholes = torch.where(surplus > 0, torch.maximum(total[counts], divisors), total[counts])
     by_count = torch.where(agreed & complete, own[0] * _factor(divisors, wholes, ranks), by_samples)
@@ -375,7 +377,7 @@ def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total:
 
 
 def _is_nested(total: Tensor) -> Tensor:
-    """Whether one rank has all the terms, and others lack some: where nothing counted, say."""
+    """Return whether one rank has all terms and others have subsets of them, such as where no item was counted."""
     sizes, others = total[-1 - _SIZES : -1], total[-1]
     most = (torch.arange(_SIZES, device=total.device) * (sizes > 0)).max()
     nested = (others % _BASE == 0) & ((total[_HEAD : _HEAD + _COUNTS] > 0).sum() == most)
@@ -390,13 +392,13 @@ def _combined(values: Sequence[Value], own: Tensor, total: Tensor) -> Tensor:
     begin = _HEAD + _COUNTS
     weights, parts = total[begin : begin + len(values)], total[begin + _VALUES :][: len(values)]
     sums = _message([float(value.weight is None) for value in values], total.device)
-    # Where no batch counts, each shows its own.
+    # If no rank's batch counts, each rank keeps its own values.
     alike = (total[0] > 0) & (total[0] * total[7] == total[6] ** 2)
     return torch.where(alike, torch.where(sums > 0, parts, parts / weights), _stacked(values, own))
 
 
 def _factor(own: Tensor, total: Tensor, ranks: int) -> Tensor:
-    # Exactly 1 where ranks have equal counts.
+    # Exactly 1 if the ranks' counts are equal.
     return torch.where(total > 0, own * ranks / total, 1.0)
 
 
@@ -409,7 +411,7 @@ def _padded(numbers: Sequence[Tensor | float], length: int) -> list[Tensor | flo
 
 
 def _message(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """Numbers of the host and of the device as one tensor there, without waiting for the device."""
+    """Pack numbers of host and device into one tensor on the device, without synchronization."""
     message = torch.tensor([0.0 if isinstance(each, Tensor) else each for each in numbers], dtype=torch.float64)
     if device.type == "cpu":
         for index, each in enumerate(numbers):

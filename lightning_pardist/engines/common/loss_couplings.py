@@ -1,4 +1,4 @@
-"""Where a loss compares samples of a batch with each other, so that ranks or micro-batches do not add up to it."""
+"""Detect losses that compare samples of a batch with each other, which cannot be computed on parts of the batch."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from lightning_pardist.engines.common.held_tensors import is_held
 from lightning_pardist.engines.common.loss_terms import SMALL, elements, mask_of
 
 _SCATTERS = {"IndexAdd", "ScatterAdd", "ScatterReduce"}
-#: Operations to whose result that of parts of a batch add up.
+#: Operations that are additive over parts of a batch.
 _ADDING = (ADDITIONS | SAME | {"Sum"}) - {"Cat", "Stack", "Index"}
-#: Operations on a dim as a whole.
+#: Operations that couple all elements along a dim.
 _OVER_DIM = {"Topk", "Sort", "Kthvalue", "Softmax", "LogSoftmax", "Cumsum", "Cumprod", "Logcumsumexp"}
 
 
 def couplings(loss: Tensor, *, samples: int | None, gathers: bool = False) -> Iterator[str]:
-    """Places in the graph where samples of a batch are compared with each other, as a contrastive loss does.
+    """Find places in the graph where samples of a batch are compared with each other, as in a contrastive loss.
 
     Args:
         loss: A tensor that requires a gradient.
-        samples: Samples in the batch.
-        gathers: Whether a gather brings all samples together that the batch's are to be compared with.
+        samples: Number of samples in the batch.
+        gathers: Whether a gather in the step returns all samples that those of the batch are compared with.
 
     Yields:
-        What was found, for a message.
+        A description of each place, for a message.
     """
     if loss.grad_fn is None or not samples or samples < 2:
         return
     gathered = GatheredResults(BatchDims(samples))
     waiting: list[Node] = [loss.grad_fn]
-    # What each was met below of first.
+    # The node above each visited node, on the path by which it was first reached.
     above: dict[Node, Node | None] = {loss.grad_fn: None}
     while waiting:
         node = waiting.pop()
@@ -69,7 +69,7 @@ def couplings(loss: Tensor, *, samples: int | None, gathers: bool = False) -> It
 
 
 def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
-    """How an operation makes a sample's result depend on others', in words; empty if it does not."""
+    """Return a description of how an operation couples samples; empty if it does not."""
     if kind in _OVER_DIM and inputs:
         ndim = len(shape_of(inputs[0]) or ())
         over_samples = ndim and BatchDims(samples).of(inputs[0]) == int(saved(node, "dim") or 0) % ndim
@@ -85,7 +85,7 @@ def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
 
 
 def _only_adds_up(node: Node, above: Mapping[Node, Node | None]) -> bool:
-    """Whether parts of a batch add up to what the loss makes of a result: a sum, with weights that the module holds."""
+    """Return whether the loss is additive in a result: only sums, and products with constants that the module holds."""
     at = above[node]
     while at is not None:
         kind = kind_of(at)
@@ -101,10 +101,10 @@ def _is_constant(factor: object) -> bool:
 
 
 def _adds_by_class(node: Node, samples: int) -> bool:
-    """Whether an operation adds up samples by something that several of them share: a class, and not a graph's nodes.
+    """Return whether a scatter sums samples by a key that several of them share, such as a class.
 
-    Rows that are in order by where they go belong together, and so do those of one sample (edges of its graph). Nor
-    are they added up where each goes to a place of its own, or where tokens are brought back to theirs.
+    Not counted as such: sorted indices, indices that group the rows of single samples (edges of a sample's graph),
+    indices without duplicates, and scatters that return tokens to their positions.
     """
     source, sizes, index = inputs_of(node)[-1], shape_of(node), kept(node, "index")
     dim = int(saved(node, "dim") or 0) % len(sizes or (1,))

@@ -1,4 +1,4 @@
-"""The loss that one process has where each rank has that of its samples, for optimizers that decide by its value."""
+"""Combine the ranks' losses into the loss of a single process, for optimizers whose step depends on the loss value."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """What is known of one rank's loss beside its value.
+    """Weight of one rank's loss in the combined loss.
 
     Attributes:
-        weight: What it is multiplied with among those of other ranks; None for a sum.
-        samples: In the rank's batch.
+        weight: Weight of a mean among those of other ranks; None for a sum.
+        samples: Number of samples in the rank's batch.
         agreed: Whether the losses of all ranks consist of the same terms; equal on all ranks.
     """
 
@@ -27,9 +27,11 @@ class OwnLoss:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of ranks with a loss that counts: means by weight and by samples, what these are divided by, means as they are,
-    losses that are sums, and how many ranks have either; ranks whose batch counts and that have no loss; the losses of
-    batches that do not count, and how many.
+    """Fields of the reduced message.
+
+    Over ranks with a loss that counts: means weighted by weight and by samples with the sums of these weights,
+    unweighted means, losses that are sums, and the number of ranks with a mean and with a sum. Also the number of ranks
+    without a loss whose batch counts, and the losses of filler batches that do not count, with their number.
     """
 
     by_weight: float = 0.0
@@ -48,21 +50,21 @@ class _Sums:
 def loss_of_all(
     value: Tensor | None, own: OwnLoss, *, counts: bool, group: dist.ProcessGroup | None, device: torch.device
 ) -> float | None:
-    """Put the losses of all ranks together, as their gradients are. Collective over ``group``: one small reduction.
+    """Combine the losses of all ranks as their gradients are combined. Collective over ``group``: one small all-reduce.
 
-    Everything is decided by what the ranks have said together, so that all come to the same number: means go by their
-    weights, or by samples where ranks' losses differ in kind, sums add up, and where a rank had no loss all count
-    alike, it with a loss of zero.
+    The result depends only on reduced numbers, so it is the same on all ranks. Means are averaged by weight, or by
+    samples if the ranks' losses consist of different terms. Sums are added up. If a rank had no loss, all ranks are
+    weighted equally, that rank with a loss of zero.
 
     Args:
         value: This rank's loss, of one element; None if its step had none.
-        own: What is known of it.
+        own: Weight of this rank's loss.
         counts: Whether the rank's batch counts.
-        group: Ranks whose losses make up that of the step; None if this one is alone.
-        device: Of the message.
+        group: Ranks whose losses are combined; None for this rank alone.
+        device: Device of the message.
 
     Returns:
-        None if no rank had a loss.
+        The combined loss; None if no rank had a loss.
     """
     message = torch.tensor(astuple(_sums(value, own, counts)), dtype=torch.float64, device=device)
     if group is not None:
@@ -82,12 +84,12 @@ def _sums(loss: Tensor | None, own: OwnLoss, counts: bool) -> _Sums:
         return _Sums(num_without=float(counts))
     value = float(loss.detach())
     if own.weight is not None and float(own.weight) == 0 and not math.isfinite(value):
-        # A mean of nothing is no number, and counts nothing.
+        # A mean over no items is NaN; it has zero weight.
         value = 0.0
     if not counts:
         return _Sums(fillers=value, num_fillers=1.0)
     if own.weight is None:
-        # Its samples are those of the step as well.
+        # Its samples count towards the step's samples as well.
         return _Sums(sums=value, samples=own.samples, num_sums=1.0)
     weight = float(own.weight)
     return _Sums(weight * value, weight, own.samples * value, own.samples, value, num_means=1.0)

@@ -1,4 +1,4 @@
-"""How a user wants the losses of ranks and micro-batches to be weighed."""
+"""The ``loss_weight`` setting: how the losses of ranks and micro-batches are weighted."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import Tensor
 
 from lightning_pardist.engines.common.loss_terms import Term, find_terms
 
-#: ``"auto"`` weighs each mean of a loss by its own count and adds sums up, what is neither by samples; ``"tokens"``
-#: weighs the whole loss by the first count that depends on the data, ``"samples"`` by samples; ``"sum"`` adds up;
-#: ``"ranks"`` takes ranks and micro-batches alike, as torch's DDP does; a function returns the weight of a batch.
+#: ``"auto"`` weights each mean in a loss by its own count, adds up sums, and weights other terms by samples;
+#: ``"tokens"`` weights the whole loss by the first count that depends on the data, ``"samples"`` by samples; ``"sum"``
+#: adds up; ``"ranks"`` weights ranks and micro-batches equally, as torch's DDP does; a function returns the weight of a
+#: batch.
 LossWeight = Literal["auto", "samples", "tokens", "sum", "ranks"] | Callable[[Any], float]
 
 
 def check_loss_weight(value: LossWeight) -> LossWeight:
-    """The setting.
+    """Return the setting, if it is valid.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not.
     """
     if callable(value) or value in (known := get_args(get_args(LossWeight)[0])):
         return value
@@ -33,17 +34,17 @@ def check_loss_weight(value: LossWeight) -> LossWeight:
 def terms_of(
     loss: Tensor, batch: Any, samples: int | None, setting: LossWeight, *, gathers: bool = False
 ) -> list[Term]:
-    """What a loss is made of, as far as a setting asks for it.
+    """Return the terms of a loss, in the detail that a setting requires.
 
     Args:
-        loss: With its graph.
-        batch: That it was computed from.
-        samples: In it, if that is known.
-        setting: How it is to be weighed.
-        gathers: Whether parts of the batch that gather samples gather those of all.
+        loss: The loss, with its autograd graph.
+        batch: The batch that it was computed from.
+        samples: Number of samples in the batch, if known.
+        setting: How the loss is weighted.
+        gathers: Whether a gather of samples in the step returns the samples of all parts of the batch.
 
     Raises:
-        ValueError: If ``"tokens"`` are to weigh a loss without any mean.
+        ValueError: If the setting is ``"tokens"`` and the loss contains no mean.
     """
     if loss.grad_fn is None:
         return []

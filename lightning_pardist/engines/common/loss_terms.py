@@ -1,22 +1,22 @@
-"""The means and sums that a loss is made of, and what each is divided by, read off its autograd graph.
+"""Decompose a loss into means and sums over the batch, with their divisors, from its autograd graph.
 
-One process divides a loss by what all samples of the batch hold: tokens that are not padding, weights of classes. Where
-the batch is spread over ranks or cut into micro-batches each part divides by its own count, and parts count alike
-though they do not hold alike. The graph of the part's loss has everything to put that right: it ends in a few additions
-and multiplications by numbers, below them are the reductions over the batch, and each has saved its divisor.
+A single process divides a loss by a count over the whole batch: non-padding tokens, class weights. If the batch is
+spread over ranks or split into micro-batches, each part divides by its own count, and parts are weighted equally
+although their counts differ. The autograd graph of a part's loss contains what is needed to correct this: it ends in a
+few additions and multiplications by numbers, below these are the reductions over the batch, and each saves its divisor.
 
 [Note: which divisor is a count]
-A sum over the batch is a mean if something between it and the loss counts items: ``/ mask.sum()``, ``/ len(x)``,
-``* (1 / n)``. A number of Python's may be a constant as well: it counts if it is the number of the samples that are
-summed, or a multiple, or no less than these and not the product of other sizes. A factor such as 0.1 or 0.25 is a
-weight unless just 10 or 4 items were picked, and 0.0625 or 0.142857 stands for 16 and for 7. So is what just as many
-items are left by a mask. Who compares parts of a batch can tell that a number which differs was no constant.
+A sum over the batch is a mean if it is divided by a count of items on the way to the loss: ``/ mask.sum()``,
+``/ len(x)``, ``* (1 / n)``. A Python number may also be a constant. It is taken as a count if it is the number of
+summed samples, or a multiple of it, or not less than that and not a product of other sizes. A factor such as 0.1 or
+0.25 is taken as a weight unless exactly 10 or 4 items were selected or left by a mask; 0.0625 and 0.142857 are taken as
+1/16 and 1/7. A number that differs between parts of a batch was not a constant, which a comparison of parts detects.
 
 [Note: products of sums]
-In ``alpha * (a + b)`` gradients of the terms ``a`` and ``b`` are scaled where the addition hands them on, and that of
-``alpha`` does not come by there, though it is as large as the terms are. So a term names the edges by which operations
-above the addition hand gradients to what it is multiplied with. Where results of the batch are multiplied with each
-other, all of the product is one term.
+In ``alpha * (a + b)`` the gradients of the terms ``a`` and ``b`` are scaled where the addition passes them on. The
+gradient of ``alpha`` does not pass there, although it is proportional to the terms. A term therefore lists the edges by
+which operations above the addition pass gradients to its factors. If results of the batch are multiplied with each
+other, the whole product is one term.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from lightning_pardist.engines.common.batch_dim import (
 )
 from lightning_pardist.engines.common.floored_counts import unfloored
 
-#: A mean is divided by a count, a sum over the batch is not, a constant is the same whatever the batch.
+#: A mean is divided by a count, a sum over the batch is not, and a constant does not depend on the batch.
 TermKind = Literal["mean", "sum", "constant", "other"]
 
 
@@ -68,26 +68,26 @@ class Term:
     """A summand of a loss.
 
     Attributes:
-        kind: How it depends on how many items there are.
-        node: The node whose gradient is the term's.
-        count: What a mean is divided by, a number or a tensor of no dims on the loss' device.
+        kind: How the term depends on the number of items.
+        node: The node whose gradient is that of the term.
+        count: The divisor of a mean, a number or a tensor of no dims on the loss' device.
         path: The nodes from ``node`` to the one that reduces the batch.
         what: The operation, for the log.
-        by_data: Whether the count depends on values of the batch, and not on its shape alone.
-        nonlinear: What makes the whole more than a sum of its parts, for the log; empty if nothing does.
-        divisors: What it is divided by between ``node`` and the loss as well, and on the way to the reduction.
-        shared: The place of the one divisor that counts, which other sums may be divided by as well.
-        items: How many items of the batch a sum adds up, by its shape.
-        number: What numbers of Python's divide a sum by that were taken for constants, 1 if none do.
-        of_held: Whether a constant was computed with tensors that the module holds, by its layers perhaps.
-        surplus: How much more than the count it is divided by: what a clamp has added. See
+        by_data: Whether the count depends on values of the batch, not only on its shape.
+        nonlinear: Why the term is not additive over parts of the batch, for the log; empty if it is.
+        divisors: All divisors from the loss down to the reduction.
+        shared: Position of the only divisor that is a count, which other sums may share.
+        items: Number of items of the batch that a sum adds up, from its shape.
+        number: Product of the Python numbers that divide a sum and were taken as constants; 1 if there are none.
+        of_held: Whether a constant was computed from tensors that the module holds, possibly by its layers.
+        surplus: Difference between the actual divisor and the count, added by a clamp. See
             :mod:`~lightning_pardist.engines.common.floored_counts`.
-        element: Which element of what ``node`` stands for the term is, in a row; None if it is all of it.
-        edges: By which additions hand their gradient on to ``node``, as addition and place among what it adds; none if
-            the term is the whole loss. What ``node`` stands for may take part in other terms as well: in
-            ``(-scale).exp() * mean + scale`` the second summand has its own edge, and the first does not go by it.
-        cofactors: Edges, of the same form, to what multiplies or divides sums that the term is in.
-        offset: Whether a number is added to it that such an edge has to do with as well.
+        element: Flat index of the term in the result of ``node``; None if the term is the whole result.
+        edges: Edges by which additions pass their gradient to ``node``, as pairs of addition and index among its
+            inputs; empty if the term is the whole loss. The result of ``node`` may also be used in other terms: in
+            ``(-scale).exp() * mean + scale`` the second summand has its own edge, which the first does not use.
+        cofactors: Edges, of the same form, to what multiplies or divides sums that contain the term.
+        offset: Whether a number is added to the term inside a sum that has cofactors.
     """
 
     kind: TermKind
@@ -110,16 +110,16 @@ class Term:
 
     @property
     def divisor(self) -> Tensor | float:
-        """What a mean was divided by."""
+        """The number that a mean was divided by."""
         return self.count + self.surplus
 
     @property
     def is_nothing(self) -> bool:
-        """Whether nothing of the batch has gone into the loss: ``output.sum() * 0``."""
+        """Whether the term is zero regardless of the batch, as in ``output.sum() * 0``."""
         return self.what == _NOTHING
 
     def describe(self) -> str:
-        """The term and its count in words."""
+        """Return a description of the term and its count."""
         if self.kind == "mean":
             text = f"{self.what}, a mean weighed by {'what it counts' if self.by_data else 'its number of elements'}"
         elif self.kind == "sum":
@@ -131,19 +131,20 @@ class Term:
         return f"{text} ({self.nonlinear})" if self.nonlinear else text
 
 
-#: What a loss is made of that is zero whatever the batch.
+#: Marks terms that are zero regardless of the batch.
 _NOTHING = "nothing"
-#: Masks of more elements are not looked at.
+#: Masks with more elements are not read.
 SMALL = 2**22
 
 
 def find_terms(loss: Tensor, *, samples: int | None = None, gathers: bool = False) -> list[Term]:
-    """The summands of a loss, in an order that the code of the step determines. Not collective.
+    """Return the summands of a loss, in an order that depends only on the code of the step. Not collective.
 
     Args:
         loss: A tensor of one element that requires a gradient.
-        samples: Samples in the batch, to tell its dim by; by order of dims if None.
-        gathers: Whether a gather brings the samples of all parts together, so that what is made of them is the whole's.
+        samples: Number of samples in the batch, which identifies its dim; if None, the order of dims is used.
+        gathers: Whether a gather returns the samples of all parts of the batch, so that results of gathered samples are
+            those of the whole batch.
 
     Returns:
         One term for each reduction over the batch that the loss depends on.
@@ -152,14 +153,14 @@ def find_terms(loss: Tensor, *, samples: int | None = None, gathers: bool = Fals
 
 
 def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
-    """What a value made of some terms is weighed by among others of its kind: a count, or None for a sum.
+    """Return the weight of a value in the average over ranks or micro-batches: a count, or None for a sum.
 
     Args:
-        terms: Of the value.
-        samples: What it is weighed by if it shows no count.
+        terms: Terms of the value.
+        samples: The weight if the terms contain no count.
 
     Raises:
-        LookupError: If it is made of means and sums, so that no one weight is right.
+        LookupError: If the value consists of means and sums, or of constants only, so that no single weight is exact.
     """
     varying = [term for term in terms if term.kind != "constant"]
     if varying and all(term.kind == "sum" for term in varying):
@@ -172,13 +173,13 @@ def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
 
 @dataclass(frozen=True)
 class _Divisor:
-    """What a term is divided by.
+    """A divisor of a term.
 
     Attributes:
-        value: A number of Python's or a tensor.
-        at: Where; None if that is inside of the term.
-        rounded: Whether it is multiplied with a number of one or two digits, which more often is a weight.
-        table: Whether it has a divisor for each of several sums over the batch: one for each class, say.
+        value: A Python number or a tensor.
+        at: Position of the division; None if it is below the reduction.
+        rounded: Whether it stems from a factor of one or two digits, which is more likely a weight.
+        table: Whether the value has one divisor for each of several sums over the batch, such as one per class.
     """
 
     value: Any
@@ -189,10 +190,10 @@ class _Divisor:
 
 @dataclass(frozen=True)
 class _At:
-    """Where a walk from the loss stands: a node, the topmost one of its term, and what came on the way.
+    """Position of the traversal from the loss: a node, its path from the top of the current term, and what was passed.
 
-    What multiplies the term itself (``beside``) gets its gradient scaled with it, and what multiplies a sum that the
-    term is in (``cofactors``) does not. Below a product of results of the batch (``joined``) a sum has no terms.
+    Factors of the term itself (``beside``) get gradients that are scaled with the term; factors of a sum that contains
+    the term (``cofactors``) do not. Below a product of results of the batch (``joined``), sums are not split.
     """
 
     node: Node
@@ -208,7 +209,7 @@ class _At:
     def below(
         self, node: Node, *, divisor: Any = None, rounded: bool = False, table: bool = False, nonlinear: str = ""
     ) -> _At:
-        """The same term, one node further from the loss."""
+        """Return the position one node further from the loss, in the same term."""
         divisors = self.divisors if divisor is None else (*self.divisors, _Divisor(divisor, self, rounded, table))
         nonlinear = self.nonlinear or nonlinear
         sides = enumerate(inputs_of(self.node))
@@ -218,7 +219,7 @@ class _At:
         return replace(self, node=node, path=path, divisors=divisors, nonlinear=nonlinear, beside=beside)
 
     def summands(self, *, with_number: bool) -> list[_At]:
-        """The terms that are added here."""
+        """Return the positions of the summands of an addition."""
         places = [(place, child) for place, child in enumerate(inputs_of(self.node)) if child is not None]
         if self.joined:
             return [replace(self, node=child, path=(*self.path, child)) for _, child in places]
@@ -227,7 +228,7 @@ class _At:
         return [replace(above, node=child, path=(child,), edges=((self.node, place),)) for place, child in places]
 
     def term(self, kind: TermKind, what: str, count: Tensor | float = 0.0, *, by_data: bool = False) -> Term:
-        """The term that ends here."""
+        """Return the term that ends at this position."""
         return Term(
             "other" if kind == "sum" and self.joined else kind,
             self.path[0],
@@ -243,8 +244,8 @@ class _At:
         )
 
     def one_by_one(self, what: str, counts: Tensor, sizes: tuple[int, ...]) -> list[Term]:
-        """Means that end here, elements of one tensor of this shape, each divided by a count of its own."""
-        # Each has a gradient of its own from where they are put together.
+        """Return means that end at this position: elements of one tensor of this shape, each with its own count."""
+        # Their gradients are separate below the point where the elements are combined.
         first = next(place for place, node in enumerate(self.path) if shape_of(node) == sizes)
         tables = [each.at.node for each in self.divisors if each.table and each.at is not None]
         for place, node in enumerate(self.path):
@@ -258,18 +259,18 @@ class _At:
         return [replace(term, count=count, element=place) for place, count in enumerate(counts.flatten().unbind())]
 
     def nothing(self) -> Term:
-        """Zero, whatever the batch."""
+        """Return a term that is zero regardless of the batch."""
         return replace(self, nonlinear="").term("mean", _NOTHING, 0.0, by_data=True)
 
     def mean(self, what: str, count: Tensor | float, *, by_data: bool = False) -> Term:
-        """A mean that ends here, divided perhaps by another one, of its weights."""
+        """Return a mean that ends at this position; computed divisors (a mean of weights, say) multiply its count."""
         for divisor in self.divisors:
             if _is_computed(divisor.value):
                 count, by_data = divisor.value.detach() * count, True
         return self.term("mean", what, count, by_data=by_data)
 
     def divided(self, what: str, sizes: tuple[int, ...], dim: int, samples: int | None) -> Term:
-        """A sum over the batch that ends here: a mean, if it is divided by a count on the way."""
+        """Return a sum over the batch that ends at this position; a mean if one of its divisors is a count."""
         divisors = (*self.divisors, *(_Divisor(each) for each in _divisors_inside(self.node)))
         nothing = _sums_nothing(self.node)
         picked = any(kind_of(each) in PICKED for each in elements(self.node))
@@ -286,7 +287,7 @@ class _At:
         before = [unfloored(each.value) for each in counts]
         is_floored = any(number is not each.value for number, each in zip(before, counts, strict=True))
         if nothing:
-            # What is at most 1 keeps a division possible, max(number_of_boxes, 1), and counts no item.
+            # A divisor of at most 1 only avoids a division by zero, as in max(number_of_boxes, 1).
             total = torch.where(total > 1, total.detach(), 0.0) if isinstance(total, Tensor) else total * (total > 1)
         total = total.detach() if isinstance(total, Tensor) else float(total)
         count = divisor = _unclamped(total, self.node)
@@ -299,7 +300,7 @@ class _At:
 
 
 class _Walk:
-    """One look at a graph."""
+    """One traversal of a loss' autograd graph."""
 
     def __init__(self, samples: int | None, gathers: bool) -> None:
         self.samples = samples
@@ -308,7 +309,7 @@ class _Walk:
         self._gathered = GatheredResults(dims) if gathers else None
 
     def terms(self, root: Node) -> list[Term]:
-        """All terms below a node."""
+        """Return all terms below a node."""
         found: dict[tuple[Node, int | None], Term] = {}
         waiting: list[_At | Term] = [_At(root, (root,))]
         while waiting:
@@ -324,18 +325,18 @@ class _Walk:
         return _without_zeros(self._of_samples(terms))
 
     def _of_samples(self, terms: list[Term]) -> list[Term]:
-        """Where a step adds up a loss for each sample, samples are what counts."""
+        """Weight by samples if the step adds up one loss per sample."""
         whole = [term for term in terms if term.element is None]
         groups = [[term for term in whole if term.kind in kinds] for kinds in (("mean",), ("mean", "sum"))]
         means = groups[0]
-        # Beside another loss those of the samples are of one kind.
+        # Next to another loss, the losses of the samples are those with the same operation.
         groups += [[term for term in means if term.what == what] for what in dict.fromkeys(each.what for each in means)]
         each = next((found for found in groups if len(found) == self.samples), [])
         rest = [term for term in terms if term not in each]
         some = [term for term in each if not term.is_nothing]
         if not each or len({term.what for term in some}) > 1:
             return terms
-        # A sample that adds zero is one of them.
+        # Samples with a zero loss are included.
         what = f"{some[0].what if some else 'zero'} of each sample"
         if all(map(self._is_mean_of_samples, each)) and self._are_apart(some):
             return [*(replace(term, kind="other", count=0.0, by_data=False, what=what) for term in each), *rest]
@@ -345,14 +346,14 @@ class _Walk:
         return [*found, *(replace(term, kind="constant") for term in each if term.is_nothing), *rest]
 
     def _is_mean_of_samples(self, term: Term) -> bool:
-        """Whether a term is divided by the number of samples, beside what it is divided by itself."""
-        # Half the sum of two is a mean of losses rather than of samples.
+        """Return whether a term is divided by the number of samples, apart from its own count."""
+        # A factor of 1/2 with two samples is more likely a mean of two losses.
         divisors = [each for each in term.divisors if each.at is not term.shared]
         divisors = [each for each in divisors if not each.rounded or (self.samples or 0) > 2]
         return any(_number(each.value) == self.samples for each in divisors)
 
     def _are_apart(self, terms: Sequence[Term]) -> bool:
-        """Whether terms come from results of their own, and not from selections of those of the whole batch."""
+        """Return whether terms stem from separate results, not from selections of one result of the whole batch."""
         sources: list[Node] = []
         for term in terms:
             for node in (term.path[-1], *elements(term.path[-1])):
@@ -364,25 +365,25 @@ class _Walk:
         return len(set(sources)) == len(sources)
 
     def _is_of_one_sample(self, term: Term) -> bool:
-        """Whether what a term reduces was picked out of the batch a few operations before."""
+        """Return whether the reduced tensor was selected from the batch a few operations before."""
         node: Node | None = term.path[-1]
         for _ in range(REACH):
             inputs = [] if node is None else [child for child in inputs_of(node) if child is not None]
             if not inputs:
                 return False
             node = inputs[0]
-            # Of one sample each dim of size 1 could be the batch's.
+            # With one sample, any dim of size 1 could be the batch dim.
             if kind_of(node) in PICKS and not (self.samples == 1 and saved(node, "dim")):
                 origin = inputs_of(node)[0]
                 return origin is not None and (shape_of(origin) or ())[:1] == (self.samples,)
         return False
 
     def _look(self, at: _At) -> Term | Sequence[_At | Term]:
-        """The term that ends here, or where to go on."""
+        """Return the term that ends at a position, or the positions to continue with."""
         node, kind = at.node, kind_of(at.node)
         inputs = [child for child in inputs_of(node) if child is not None]
         if self._gathered is not None and self._gathered.has(node):
-            # No count to weigh it by, and no sum that adds up: each part has all of it.
+            # Neither a mean with a count nor a sum over parts: every part has the full result.
             return at.term("other", "a result of gathered samples")
         if kind in ADDITIONS:
             lone = kind not in ("Stack", "Cat") and len(inputs) < 2
@@ -408,7 +409,7 @@ class _Walk:
         return replace(at, nonlinear=at.nonlinear or coupled).term("other", kind)
 
     def _product(self, at: _At, inputs: list[Node], kind: str) -> Term | list[_At]:
-        """A multiple of a term goes on with the term, a product of two with the first."""
+        """Continue with the term if it has constant factors, or with the first factor if both depend on the batch."""
         sides = inputs_of(at.node)
         of_batch = [child for child in inputs if self.batch_dim(child) != CONSTANT] or inputs[:1]
         if len(of_batch) > 1:
@@ -440,11 +441,11 @@ class _Walk:
         dims = reduced_dims(at.node, shape_of(child))
         sizes = shape_of(child) or ()
         if dim == REDUCED and self._is_picked(child):
-            # Of what was computed for one sample.
+            # A reduction of the result of one sample.
             items = float(math.prod(sizes[each] for each in dims))
             return at.mean(kind, items) if kind == "Mean" else at.divided(kind, sizes, 0, self.samples)
         if dim not in dims:
-            # The mean of a stack of losses, say; one over features counts nothing of the batch.
+            # A mean of stacked losses has a divisor; a mean over features counts no items of the batch.
             items = math.prod(sizes[each] for each in dims)
             counts = kind == "Mean" and kind_of(child) in ("Stack", "Cat")
             return [at.below(child, divisor=float(items) if counts else None)]
@@ -456,7 +457,7 @@ class _Walk:
         return at.mean(kind, count, by_data=kind_of(child) in PICKED)
 
     def _is_picked(self, node: Node) -> bool:
-        """Whether a result was computed, element by element, from that of one sample."""
+        """Return whether a result was computed elementwise from the result of one sample."""
         for _ in range(REACH):
             inputs = [child for child in inputs_of(node) if child is not None]
             kind = kind_of(node)
@@ -470,11 +471,11 @@ class _Walk:
         return False
 
     def _means(self, at: _At, kind: str, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Term | list[Term]:
-        """Sums or means over the batch, each divided by an element of one tensor."""
+        """Return sums or means over the batch that are each divided by an element of one tensor."""
         table: Tensor = next(each.value.detach() for each in at.divisors if each.table)
         counts: Tensor | None = table * math.prod(sizes[each] for each in dims)
         if kind != "Mean":
-            # What a sum is divided by may be a constant as well: only what has been counted is a count.
+            # A divisor of a sum may be a constant; it is a count only if it matches a mask, or is an integer tensor.
             counts = _sums_of_mask(at.node, dims, sizes, table)
             counts = table if counts is None and not table.is_floating_point() else counts
         if counts is None:
@@ -485,7 +486,7 @@ class _Walk:
         return at.one_by_one(kind, counts, tuple(table.shape))
 
     def _contraction(self, at: _At, inputs: Sequence[Node], kind: str) -> Term:
-        """A sum over the batch of products with numbers; products of two results are more than a sum."""
+        """Return the sum over the batch that a matrix product with a constant is; "other" if both operands vary."""
         of_batch = [child for child in inputs if self.batch_dim(child) != CONSTANT]
         if len(of_batch) != 1 or self.batch_dim(of_batch[0]) < 0:
             return self._unknown(at, kind)
@@ -505,14 +506,14 @@ class _Walk:
 
 
 def _merged(term: Term, one: Term, other: Term) -> Term:
-    """A term that was found on two ways."""
+    """Return a term that was reached on two paths, with the edges of both."""
     edges = tuple(dict.fromkeys((*one.edges, *other.edges)))
     cofactors = tuple(dict.fromkeys((*one.cofactors, *other.cofactors)))
     return replace(term, edges=edges, cofactors=cofactors, offset=one.offset or other.offset)
 
 
 def _counted_together(terms: list[Term]) -> list[Term]:
-    """Sums that are divided by the number of all their items together are means, whatever that number is to each."""
+    """Turn sums into means that share a divisor equal to the total number of their items."""
     groups: dict[Node, list[tuple[Term, _Divisor]]] = {}
     for term in terms:
         for each in term.divisors:
@@ -534,7 +535,7 @@ def _counted_together(terms: list[Term]) -> list[Term]:
 
 
 def _with_shared_counts(terms: list[Term]) -> list[Term]:
-    """Sums that are added up and divided by one count are one mean, whatever each of them has summed."""
+    """Merge means that are added up and divided by one shared count into one mean."""
     groups: dict[Node, list[Term]] = {}
     for term in terms:
         if term.shared is not None and term.kind == "mean":
@@ -553,14 +554,14 @@ def _with_shared_counts(terms: list[Term]) -> list[Term]:
 
 
 def larger(one: Tensor | float, other: Tensor | float) -> Tensor | float:
-    """The larger one of two numbers, on whatever device."""
+    """Return the larger of two numbers, each a Python number or a tensor."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return torch.maximum(*map(torch.as_tensor, (one, other)))
     return max(one, other)
 
 
 def _without_zeros(terms: list[Term]) -> list[Term]:
-    """What adds zero is nothing beside other terms."""
+    """Turn zero terms into constants if the loss has other, non-constant terms."""
     if all(term.is_nothing or term.kind == "constant" for term in terms):
         return terms
     return [replace(term, kind="constant", count=0.0) if term.is_nothing else term for term in terms]
@@ -573,14 +574,14 @@ def _number(value: Any) -> float | None:
 def _counts(
     divisors: Sequence[_Divisor], sizes: tuple[int, ...], dim: int, samples: int | None, *, picked: bool
 ) -> list[_Divisor]:
-    """What a sum over the batch is divided by that is a count, and not a constant such as 2 or a temperature.
+    """Return the divisors of a sum over the batch that are counts, not constants such as 2 or a temperature.
 
     Args:
-        divisors: Tensors that the step has computed, or numbers of Python's.
-        sizes: Of what was summed.
-        dim: Of the samples in it, or of what they hold, tokens say.
-        samples: In the batch, if that is known.
-        picked: Whether some of its items were picked by their values: their number may be any.
+        divisors: Tensors computed by the step, or Python numbers.
+        sizes: Shape of the summed tensor.
+        dim: Dim of the samples, or of their items such as tokens.
+        samples: Number of samples in the batch, if known.
+        picked: Whether the summed items were selected by their values, so that their number can be any.
     """
     computed = [each for each in divisors if _is_computed(each.value)]
     if computed:
@@ -600,12 +601,12 @@ def _counts(
 
 
 def _is_computed(divisor: Any) -> bool:
-    """Whether a divisor is a tensor of no dims that the step has computed."""
+    """Return whether a divisor is a tensor of no dims that was computed by the step."""
     return isinstance(divisor, Tensor) and not divisor.dim() and _number(divisor) is None
 
 
 def _products(sizes: Sequence[int]) -> set[int]:
-    """Of all selections of some sizes, the product of none included."""
+    """Return the products of all subsets of the first 8 sizes, including 1 for the empty subset."""
     found = {1}
     for size in sizes[:8]:
         found |= {size * each for each in found}
@@ -613,23 +614,26 @@ def _products(sizes: Sequence[int]) -> set[int]:
 
 
 def _scalar_factor(node: Node, child: Node) -> float | None:
-    """The number that a product multiplies ``child`` with; None for anything but a number or a tensor of no dims."""
+    """Return the scalar that a product multiplies ``child`` by; None if the factor is not a number or scalar tensor."""
     return scalar(saved(node, "other" if inputs_of(node)[0] is child else "self"))
 
 
 def _reciprocal(factor: float) -> float | None:
-    """The count that a factor is one over; None if it is none."""
+    """Return n if a factor is 1/n for an integer n; None otherwise."""
     count = 1 / abs(factor) if 0 < abs(factor) <= 1 else 0.0
     return float(round(count)) if count and math.isclose(count, round(count), rel_tol=1e-6) else None
 
 
 def _is_rounded(factor: float) -> bool:
-    """Whether a number has one or two digits, as weights such as 0.1 or 0.25 have."""
+    """Return whether a number has at most two significant digits, as weights such as 0.1 or 0.25."""
     return math.isclose(factor, float(f"{factor:.1e}"), rel_tol=1e-7)
 
 
 def _is_count_of(node: Node, number: float | None) -> bool:
-    """Whether a number is that of the items which were picked for a sum, or of what its mask leaves: 1 for nothing."""
+    """Return whether a number is the count of items that were selected for a sum or left by its mask.
+
+    For a mask that leaves none, 1 is taken as the count.
+    """
     if number is None:
         return False
     for child in (node, *elements(node)):
@@ -645,33 +649,35 @@ def _is_count_of(node: Node, number: float | None) -> bool:
 
 
 def _divisors_inside(node: Node) -> Iterator[Any]:
-    """What all elements of a sum are divided by, as the sum might be."""
+    """Yield divisors below a sum that divide all of its elements, equivalent to dividing the sum."""
     for child in elements(node, _LINEAR):
         if kind_of(child) == "Div" and inputs_of(child)[1:] in ([], [None]):
             yield saved(child, "other")
 
 
-#: Means that are weighed each by its own count, at most.
+#: Maximum number of means in one tensor that are each weighted by their own count.
 _ONE_BY_ONE = 16
 _BY_TABLE = "what is reduced over samples is divided by a tensor"
-#: Operations whose result may have the shape of their argument, and its elements in other places.
+#: Operations that may permute elements without a change of shape.
 _REARRANGING = {"T", "Transpose", "Permute", "Index", "View", "UnsafeView", "ReshapeAlias"}
 
 
 def _is_divided_one_by_one(at: _At, other: Tensor) -> bool:
-    """Whether a division is one of as many results by as many numbers, and they are few."""
+    """Return whether a division is the first elementwise one of few results by a tensor of the same shape."""
     first = not any(each.table for each in at.divisors)
     return first and not at.joined and shape_of(at.node) == tuple(other.shape) and other.numel() <= _ONE_BY_ONE
 
 
 def _sums_of_mask(node: Node, dims: tuple[int, ...], sizes: tuple[int, ...], table: Tensor) -> Tensor | None:
-    """What a mask leaves for each of several sums, if they are divided by that or by no less; shape of ``table``.
+    """Return the number of items that a mask leaves in each of several sums, if these are their divisors.
+
+    The result has the shape of ``table``; None if they are not. Divisors of empty sums are ignored in the comparison.
 
     Args:
-        node: The sum, of shape ``sizes`` before.
-        dims: That it sums over.
-        sizes: Of what is summed.
-        table: What the sums are divided by.
+        node: The sum.
+        dims: The dims it sums over.
+        sizes: Shape of the summed tensor.
+        table: The divisors of the sums.
     """
     for each in (node, *elements(node)):
         mask = mask_of(each)
@@ -685,13 +691,13 @@ def _sums_of_mask(node: Node, dims: tuple[int, ...], sizes: tuple[int, ...], tab
 
 
 def _sums_nothing(node: Node) -> bool:
-    """Whether a sum is over no elements, so that what it is divided by is no count: ``max(number_of_boxes, 1)``."""
+    """Return whether a sum is over no elements; its divisor, as in ``max(number_of_boxes, 1)``, is not a count then."""
     children = [child for child in inputs_of(node) if child is not None]
     return any(0 in (shape_of(child) or ()) for child in children)
 
 
 def _unclamped(count: Tensor | float, node: Node) -> Tensor | float:
-    """A count without what keeps a division by it possible, ``clamp(min=1)``, where the sum is over nothing."""
+    """Return zero in place of a count clamped by ``clamp(min=1)`` if the mask of the sum leaves no items."""
     if (not isinstance(count, Tensor) or count.device.type == "cpu") and count > 1:
         return count
     counted = next((mask for each in (node, *elements(node)) if (mask := mask_of(each)) is not None), None)
@@ -700,16 +706,16 @@ def _unclamped(count: Tensor | float, node: Node) -> Tensor | float:
     return torch.where(counted.any(), count, 0.0)
 
 
-#: What may be done before a sum as well as behind it, apart from how its elements are arranged.
+#: Operations that commute with a sum, up to the arrangement of elements.
 _LINEAR = SAME | {"Mul", "Div", "Sum"}
 _BELOW_SUMS = SAME | ELEMENTWISE | {"Sum"}
 
 
 def elements(node: Node, kinds: Collection[str] = _BELOW_SUMS) -> Iterator[Node]:
-    """Operations below a sum that change each element of one result for itself, and further sums, a few of them."""
+    """Yield a few operations below a sum: elementwise operations on one result, and further sums."""
     for _ in range(REACH // 2):
         inputs = [child for child in inputs_of(node) if child is not None]
-        # Below an addition masks and divisors are those of one side.
+        # Below an addition, masks and divisors belong to one summand only.
         if len(inputs) != 1 or kind_of(inputs[0]) not in kinds:
             return
         node = inputs[0]
@@ -717,7 +723,7 @@ def elements(node: Node, kinds: Collection[str] = _BELOW_SUMS) -> Iterator[Node]
 
 
 def mask_of(node: Node) -> Tensor | None:
-    """What an operation multiplies or selects the elements of its one argument with."""
+    """Return the tensor by which an operation with one differentiable input masks or multiplies its elements."""
     kind, sides = kind_of(node), inputs_of(node)
     if len([each for each in sides if each is not None]) != 1:
         return None

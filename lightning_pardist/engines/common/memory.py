@@ -1,4 +1,4 @@
-"""Bytes held on this rank, counted by storage so that views and tied tensors count once."""
+"""Memory of model states on this rank, counted by storage so that views and tied tensors count once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_pardist.compat.dtensor import local_tensor_of
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Model states on one rank.
+    """Sizes of the model states on one rank.
 
     Attributes:
-        num_parameters: Elements of the module's parameters as the user sees them, tied ones once.
+        num_parameters: Number of elements of the module's parameters, by their global shapes, tied ones once.
         parameters: Bytes of parameters.
-        gradients: Bytes of gradients, or of the buckets they live in.
+        gradients: Bytes of gradients, or of the buckets that store them.
         optimizer: Bytes of optimizer state.
         buffers: Bytes of the module's buffers.
     """
@@ -33,16 +33,16 @@ class HeldBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of parameters, gradients, optimizer state and buffers together."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
 def held_bytes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer], *, buckets: int = 0) -> HeldBytes:
-    """Count what modules and optimizers hold on this rank at this moment. Not collective.
+    """Measure the current memory of modules and optimizers on this rank. Not collective.
 
     Args:
-        modules: Their parameters, gradients and buffers are counted.
-        optimizers: Their state is counted.
+        modules: Modules whose parameters, gradients and buffers are counted.
+        optimizers: Optimizers whose state is counted.
         buckets: Bytes of gradient buckets; gradients that are views into them are not counted again.
     """
     modules = list(modules)
@@ -65,7 +65,7 @@ def held_bytes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer], *,
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind ``tensors``, of a DTensor those of its local part."""
+    """Return the bytes of the distinct storages of ``tensors``; for a DTensor, that of its local part."""
     found: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
         local = local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor

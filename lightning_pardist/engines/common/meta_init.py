@@ -1,4 +1,4 @@
-"""Values before sharding: broadcast, or created unit by unit for modules built on ``meta``."""
+"""Initialize parameter values before sharding: by broadcast, or unit by unit for modules built on ``meta``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def sync_from_first_rank(tensors: Sequence[torch.Tensor], groups: Sequence[dist.
     """Overwrite tensors with those of the groups' first rank. Collective over ``groups``, one after the other.
 
     Args:
-        tensors: Same shapes, dtypes and kinds of devices on every rank (a module's layers that were made in
-            ``configure_model`` are on the device already); not on ``meta``. Of DTensors this rank's parts are meant.
+        tensors: Tensors of the same shapes, dtypes and device types on every rank (layers created in
+            ``configure_model`` are on the device already); not on ``meta``. For DTensors, the local parts are sent.
         groups: Process groups of the mesh axes, outermost first.
     """
     with torch.no_grad():
@@ -56,12 +56,12 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def on_meta(module: nn.Module) -> bool:
-    """Whether any parameter or buffer has no values yet."""
+    """Return whether any parameter or buffer of a module is on ``meta``."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def reset_method(module: nn.Module) -> InitFunction | None:
-    """What the class runs in its constructor to fill its parameters: ``reset_parameters`` by torch's convention."""
+    """Return the method by which a module's class initializes its parameters: ``reset_parameters`` by convention."""
     for name in ("reset_parameters", "_reset_parameters"):
         if callable(getattr(type(module), name, None)):
             return getattr(type(module), name)  # type: ignore[no-any-return]
@@ -69,10 +69,10 @@ def reset_method(module: nn.Module) -> InitFunction | None:
 
 
 def share_random_state(groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """Set the host's random generator to the first rank's state. Collective over ``groups``.
+    """Set the host's random number generator to the first rank's state. Collective over ``groups``.
 
     Returns:
-        This rank's own state before, for :func:`restore_random_state`.
+        This rank's previous state, empty if it equals the first rank's; for :func:`restore_random_state`.
     """
     own = torch.get_rng_state()
     shared = own.clone()
@@ -82,7 +82,7 @@ def share_random_state(groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
 
 
 def restore_random_state(own: torch.Tensor) -> None:
-    """Give back a state that differed from the first rank's; ranks that agreed go on as one process would."""
+    """Restore a state that differed from the first rank's; otherwise the generator continues as on a single process."""
     if own.numel():
         torch.set_rng_state(own)
 
@@ -94,21 +94,21 @@ def materialize(
     is_unit: Callable[[nn.Module], bool],
     init: InitFunction | None = None,
 ) -> None:
-    """Give values to a module on ``meta`` in the order of its construction, sharding each unit when it has all of its.
+    """Initialize a module on ``meta`` in the order of its construction, and shard each unit once it is initialized.
 
-    Modules are visited children first, as constructors run, and each gets ``reset_parameters`` once: with the same
-    random state this is one process' initialization, number by number; of tied parameters the first module's counts.
-    Only the unit at hand is whole. Units below a module that initializes its children again (it has a reset method
-    and children) wait for it.
+    Modules are visited children first, as constructors run, and ``reset_parameters`` is called once for each. With the
+    same random state this gives exactly the values of a single process; tied parameters keep the values of their first
+    module. Only the current unit is materialized unsharded. Units inside a module that initializes its children again
+    (one with a reset method and children) are sharded after that module.
 
     Args:
-        module: The root. Not collective by itself; ``shard_now`` may be.
+        module: The root module. Not collective by itself; ``shard_now`` may be.
         shard_now: Called for every unit, inner before outer, the root last.
-        is_unit: Whether a module is a unit.
+        is_unit: Returns whether a module is a unit.
         init: Initializes the own parameters of one module in place of its reset method.
 
     Raises:
-        ValueError: If parameters on ``meta`` belong to a module that says nothing about their values.
+        ValueError: If parameters or buffers on ``meta`` belong to a module without an initialization method.
     """
     _refuse_values_unknown(module, init)
     done: set[nn.Module] = set()
@@ -139,8 +139,10 @@ def materialize(
 
 
 def _initialize(module: nn.Module, init: InitFunction | None, tied: Sequence[torch.Tensor]) -> None:
-    """Run a module's initialization. Values of tied parameters stay as their first module left them: the second one
-    was initialized too, which used up random numbers, before its parameter was replaced."""
+    """Run a module's initialization, and restore tied parameters to the values set by their first module.
+
+    The second module is initialized too, because its constructor draws random numbers before its parameter is replaced.
+    """
     if init is None:
         return
     with torch.no_grad():
@@ -151,7 +153,10 @@ def _initialize(module: nn.Module, init: InitFunction | None, tied: Sequence[tor
 
 
 def _fill_own(module: nn.Module, copies: dict[torch.Tensor, torch.Tensor]) -> bool:
-    """Replace the module's own tensors on ``meta`` by empty ones on the host, tied ones by the same."""
+    """Replace the module's own ``meta`` tensors by host tensors, uninitialized for parameters and zero for buffers.
+
+    Tied tensors are replaced by the same tensor. Returns whether any was replaced.
+    """
     filled = False
     for name, parameter in list(own_parameters(module).items()):
         if parameter is not None and parameter.is_meta:
@@ -186,7 +191,7 @@ def _refuse_values_unknown(module: nn.Module, init: InitFunction | None) -> None
 
 
 def _reset_by_parent(root: nn.Module, child: nn.Module) -> bool:
-    """Whether a module above initializes what is below it."""
+    """Return whether an ancestor of a module has a reset method."""
     return any(
         other is not child and reset_method(other) is not None and any(inner is child for inner in other.modules())
         for other in root.modules()

@@ -1,4 +1,4 @@
-"""Random number generators that modules keep in attributes, beside those of torch, numpy and Python."""
+"""Random number generators stored in module attributes, in addition to the global ones of torch, numpy and Python."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from torch import nn
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-#: By type: every attribute of every module is asked in each step.
+#: Cache by type: every attribute of every module is checked in each step.
 _known: dict[type, bool] = {}
 
 
 def _is_generator(kind: type) -> bool:
     found = _known.get(kind)
     if found is None:
-        # The system's own has no state.
+        # SystemRandom has no state.
         found = _known[kind] = issubclass(kind, _KINDS) and not issubclass(kind, random.SystemRandom)
     return found
 
 
 def generators_of(module: nn.Module) -> list[Any]:
-    """Generators that are attributes of a module or of one in it, each once; those inside of other objects are not."""
+    """Return the generators in attributes of a module and its submodules, each once; other objects are not searched."""
     values = (value for child in module.modules() for value in child.__dict__.values())
     return list({id(value): value for value in values if _is_generator(type(value))}.values())
 
 
 def state_of(generator: Any) -> Any:
-    """Where a generator is; None for any other object."""
+    """Return the state of a generator; None for any other object."""
     if not _is_generator(type(generator)):
         return None
     if isinstance(generator, torch.Generator):
@@ -48,7 +48,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Let a generator go on from there."""
+    """Set the state of a generator, as returned by :func:`state_of`."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
@@ -58,12 +58,12 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def states_of(generators: Sequence[Any]) -> list[Any]:
-    """Where each is."""
+    """Return the state of each generator."""
     return [state_of(generator) for generator in generators]
 
 
 def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether none has drawn between two lists of states."""
+    """Return whether two lists of states are equal, so that nothing was drawn between them."""
     one, other = (
         [state.tolist() if isinstance(state, torch.Tensor) else state for state in states] for states in (some, others)
     )
@@ -71,7 +71,7 @@ def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def seed_all(generators: Sequence[Any], seed: int) -> None:
-    """Let each begin anew, with numbers of its own."""
+    """Seed each generator with a different seed, derived from ``seed`` and its index."""
     for index, generator in enumerate(generators):
         own = zlib.crc32(f"{seed}:{index}".encode())
         if isinstance(generator, torch.Generator):
@@ -87,7 +87,7 @@ def seed_all(generators: Sequence[Any], seed: int) -> None:
 
 @contextmanager
 def generators_stay(generators: Sequence[Any]) -> Iterator[None]:
-    """What they draw inside they draw again afterwards."""
+    """Restore the generators' states on exit, so that draws inside are repeated afterwards."""
     before = states_of(generators)
     try:
         yield

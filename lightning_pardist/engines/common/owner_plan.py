@@ -1,4 +1,4 @@
-"""Which rank updates which tensor, and which boxes travel for it."""
+"""Assignment of tensor updates to owner ranks, and the boxes that are sent to and from the owners."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Kind = Literal["grads", "reads", "writes"]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """What one rank holds of one tensor.
+    """The boxes of one tensor that one rank holds.
 
     Attributes:
-        grads: Boxes of its gradient.
-        reads: Boxes of its values, as the update begins with them.
+        grads: Boxes of the gradient.
+        reads: Boxes of the values before the update.
         writes: Boxes that the new values are written to.
-        dtype: Of all of them.
+        dtype: Dtype of the tensor.
     """
 
     grads: tuple[Box, ...]
@@ -33,20 +33,20 @@ class TensorLayout:
     dtype: torch.dtype
 
     def boxes(self, kind: Kind) -> tuple[Box, ...]:
-        """The boxes of a kind."""
+        """Return the boxes of one kind."""
         return {"grads": self.grads, "reads": self.reads, "writes": self.writes}[kind]
 
 
 @dataclass(frozen=True)
 class Move:
-    """A box on its way between two ranks, which may be one.
+    """A box to be sent from one rank to another, or copied within one.
 
     Attributes:
-        number: Of the tensor.
-        kind: Of whose gradient or values it is a part.
-        source: Rank in the group.
-        target: Rank in the group.
-        box: Where in the tensor.
+        number: Index of the tensor.
+        kind: Whether the box is part of the gradient, the old values or the new values.
+        source: Sending rank in the group.
+        target: Receiving rank in the group.
+        box: Position in the tensor.
     """
 
     number: int
@@ -57,11 +57,11 @@ class Move:
 
 
 def update_cost(shape: Sequence[int]) -> float:
-    """Estimated cost of one tensor's update, in arbitrary units: products of matrices, if it has two dims or more.
+    """Estimate the cost of one tensor's update, in arbitrary units; matrix products for tensors of two or more dims.
 
     The update of an ``m x n`` matrix, ``m >= n``, by its singular vectors, by roots of its factors or by an iteration
-    takes about ``m n^2 + n^3 / 2`` operations (a Newton-Schulz iteration's three products); what treats elements alike
-    is a small part of that. Further dims in front count matrices (stacked experts).
+    takes about ``m n^2 + n^3 / 2`` operations (the three products of a Newton-Schulz iteration); elementwise operations
+    are a small part of that. Further leading dims count matrices (stacked experts).
     """
     numel = math.prod(shape)
     if len(shape) < 2 or not numel:
@@ -71,15 +71,15 @@ def update_cost(shape: Sequence[int]) -> float:
 
 
 class Owners:
-    """Gives tensors to the ranks that update them: the costliest first, each to the rank with the least to do.
+    """Greedy assignment of tensors to owner ranks: in order of decreasing cost, each to the least loaded rank.
 
-    Among tensors of one cost each goes, as far as that comes out even, to the rank that has most of its gradient
-    already, so that little travels. Tensors that come later are given away without a change for those before, so that
-    state stays where it is.
+    Among tensors of equal cost, each goes to the rank that holds most of its gradient, as far as the balance allows,
+    which reduces communication. Tensors added later do not change earlier assignments, so that optimizer state does not
+    move.
 
     Args:
         size: Number of ranks.
-        cost: Of a tensor with a shape, in arbitrary units.
+        cost: Returns the cost of a tensor from its shape, in arbitrary units.
     """
 
     def __init__(self, size: int, *, cost: Callable[[Sequence[int]], float] = update_cost) -> None:
@@ -93,12 +93,12 @@ class Owners:
         held: Mapping[int, Mapping[int, int]] | None = None,
         known: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """Give the tensors with new numbers away.
+        """Assign the tensors that have no owner yet.
 
         Args:
-            shapes: By number.
-            held: Elements of a tensor's gradient that each rank has, by number; equal on all ranks.
-            known: Ranks that have any of a tensor, by number; equal on all ranks. Others do not get it.
+            shapes: Shapes by tensor number.
+            held: By tensor number, the number of gradient elements that each rank holds; equal on all ranks.
+            known: By tensor number, the ranks that hold any of it; equal on all ranks. Only these can be owners.
         """
         ranks, known = range(len(self.loads)), known or {}
         costs = {number: max(self._cost(shape), 1.0) for number, shape in shapes.items() if number not in self._owner}
@@ -117,22 +117,22 @@ class Owners:
             self._owner.update(_nearest(numbers, room, held or {}))
 
     def renumber(self, new: Mapping[int, int]) -> None:
-        """Tensors have other numbers from now on; those without a new one are forgotten.
+        """Change the numbers of tensors; tensors without a new number are dropped.
 
         Args:
-            new: Numbers by those that the tensors had.
+            new: Maps old numbers to new ones.
         """
         self._owner = {new[number]: rank for number, rank in self._owner.items() if number in new}
 
     def of(self, number: int) -> int | None:
-        """The rank that updates a tensor; None if nobody of this group does."""
+        """Return the owner of a tensor; None if no rank of this group updates it."""
         return self._owner.get(number)
 
 
 def _nearest(
     numbers: Sequence[int], room: Counter[int], held: Mapping[int, Mapping[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Tensors with the rank that each goes to, of which every rank takes so many: those it has most of first."""
+    """Yield tensors with their owners, given the number of tensors per rank; largest held gradient share first."""
     shares = sorted((-elements, number, rank) for number in numbers for rank, elements in held.get(number, {}).items())
     given = set()
     for _, number, rank in shares:
@@ -144,11 +144,11 @@ def _nearest(
 
 
 class OwnerPlan:
-    """Which boxes travel, from what every rank of a group holds.
+    """Plan of the boxes to send, from the layouts of all ranks of a group.
 
     Args:
-        layouts: By rank, each tensor's layout there, by number; none of what the rank does not know.
-        shapes: Of the tensors, by number.
+        layouts: For each rank, the layouts of the tensors that it holds, by tensor number.
+        shapes: Global shapes by tensor number.
     """
 
     def __init__(self, layouts: Sequence[Mapping[int, TensorLayout]], shapes: Mapping[int, Sequence[int]]) -> None:
@@ -157,14 +157,14 @@ class OwnerPlan:
         self._known: dict[tuple[int, Kind, int], list[Move]] = {}
 
     def dtype(self, number: int) -> torch.dtype:
-        """Of a tensor as it is updated."""
+        """Return the dtype in which a tensor is updated."""
         return next(layout[number].dtype for layout in self._layouts if number in layout)
 
     def gather(self, number: int, kind: Kind, owner: int) -> list[Move]:
-        """The moves that put a gradient or values together on one rank, which takes what it has from itself.
+        """Return the moves that assemble a gradient or values on one rank, which uses its own boxes first.
 
         Raises:
-            RuntimeError: If the parts do not make up the whole.
+            RuntimeError: If the boxes do not cover the tensor.
         """
         if (number, kind, owner) in self._known:
             return self._known[number, kind, owner]
@@ -185,7 +185,7 @@ class OwnerPlan:
         return self._known[number, kind, owner]
 
     def scatter(self, number: int, owner: int) -> list[Move]:
-        """The moves that bring new values from one rank to all that hold any of them."""
+        """Return the moves that send new values from the owner to all ranks that hold any of them."""
         if (number, "writes", owner) not in self._known:
             self._known[number, "writes", owner] = [
                 Move(number, "writes", owner, rank, box)
@@ -203,16 +203,16 @@ def rounds_of(
     *,
     round_elements: float,
 ) -> Iterator[list[int]]:
-    """Cut the tensors of a step into rounds, in each of which no rank has more than so many elements at work.
+    """Split the tensors of a step into rounds that limit the elements each owner assembles at a time.
 
     Args:
-        numbers: Of the tensors that are updated.
-        owner_of: Their owners.
-        shapes: Theirs.
-        round_elements: Elements that a rank puts together at a time; a larger tensor is by itself.
+        numbers: Numbers of the tensors to update.
+        owner_of: Owner of each tensor.
+        shapes: Shape of each tensor.
+        round_elements: Maximum number of elements per owner and round; a larger tensor gets a round of its own.
 
     Yields:
-        Numbers of a round, costly ones first: ranks have about as much to do in it.
+        Tensor numbers of a round, in order of decreasing cost, which balances the ranks' work within a round.
     """
     queues: dict[int, list[list[int]]] = {}
     room: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Steps of optimizers that update one tensor at a time: each tensor by one rank, its owner."""
+"""Distributed steps of optimizers that update one tensor at a time: each tensor is updated by one rank, its owner."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from lightning_pardist.engines.common.packed_exchange import PackedExchange
 from lightning_pardist.engines.common.update_scope import group_settings, restore_settings
 from lightning_pardist.engines.common.whole_updates import WholeUpdates, twin_of
 
-#: MiB of whole values that an owner has at work at a time, and as much of gradients.
+#: MiB of unsharded values that an owner assembles per round, with as much of gradients.
 ROUND_MB = 64.0
-#: Rounds that a step has at least, unless they come to less than so many bytes each.
+#: Minimum number of rounds per step, unless a round would have fewer bytes than this.
 _ROUNDS, _MIN_ROUND_BYTES = 4, 2**20
 
 
 class OwnerUpdates(WholeUpdates):
-    """Steps of an optimizer that updates one tensor at a time: each is updated by one rank, its owner.
+    """Owner updates for an optimizer that updates one tensor at a time: one rank, the owner, updates each tensor.
 
-    In a round the owners' tensors travel, while those of the round before are updated. A rank sends less than its own
-    shards of gradients, and of values if owners lack them, and as much of new values: ``Psi/N (N-1)/N`` for each. What
-    the owner has whole is updated where it lies.
+    A step runs in rounds: the tensors of the next round are sent to their owners while those of the current round are
+    updated. A rank sends ``Psi/N (N-1)/N`` elements of gradients, as many of values if owners do not hold them, and as
+    many of new values. A tensor that its owner holds unsharded is updated in place.
 
     Args:
-        round_mb: MiB of whole values that a rank has at work at a time.
-        held_by_rank: Elements of a parameter's gradient that each rank of the group has, equal on all ranks, where some
-            have much more than others: owners are chosen by it.
-        **kwargs: As for :class:`~lightning_pardist.engines.common.whole_updates.WholeUpdates`.
+        round_mb: MiB of unsharded values that a rank assembles at a time.
+        held_by_rank: Returns the number of elements of a parameter's gradient that each rank of the group holds, equal
+            on all ranks. Used to choose owners if gradients are spread unevenly.
+        **kwargs: Arguments of :class:`~lightning_pardist.engines.common.whole_updates.WholeUpdates`.
 
     Raises:
-        ValueError: If state is kept in files, and the optimizer cannot step on some tensors at a time.
+        ValueError: If state is offloaded to files and the optimizer cannot step on some of its tensors at a time.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OwnerUpdates(WholeUpdates):
         self.round_bytes = round_mb * 2**20
         self._held_by_rank = held_by_rank
         self._owners = Owners(self.group.size())
-        #: For each parameter the ranks that have any of it: of experts in a list, or of a pipeline's stages, some.
+        #: For each parameter, the ranks that hold any of it: not all for experts in a list, or for pipeline stages.
         self._known: list[list[int]] = []
         self._latest: list[nn.Parameter] = []
         self._assign()
@@ -76,11 +76,11 @@ class OwnerUpdates(WholeUpdates):
 
     @property
     def _window_bytes(self) -> int | None:
-        """Bytes of state that is brought at a time; None if all of a round's is."""
+        """Bytes of offloaded state fetched at a time; None to fetch all state of a round."""
         return None if self._hosted is None else self._hosted.window_bytes
 
     def _assign(self) -> None:
-        """Give new tensors away. Collective over the group if there are any."""
+        """Assign owners to new tensors. Collective over the group if there are any."""
         params = self._numbered()
         if len(params) == len(self._known):
             return
@@ -94,9 +94,10 @@ class OwnerUpdates(WholeUpdates):
         )
 
     def _numbered(self) -> list[nn.Parameter]:
-        """All parameters; where groups were changed, so that some have other numbers now, they keep their owners.
+        """Return all parameters; if changed groups give some of them new numbers, they keep their owners.
 
-        What takes the place of a parameter, and its number, has its owner. Not collective: ranks change groups alike.
+        A parameter that replaces another one under the same number keeps the owner. Not collective: the groups must
+        change in the same way on all ranks.
         """
         before, self._latest = self._latest, self._params()
         number_of = {param: number for number, param in enumerate(self._latest)}
@@ -107,7 +108,7 @@ class OwnerUpdates(WholeUpdates):
         return self._latest
 
     def _ranks_that_know(self, params: Sequence[nn.Parameter]) -> list[list[int]]:
-        """Ranks that have any of each parameter, and no stand-in for it. Collective over the group."""
+        """Return, for each parameter, the ranks on which it is not on ``meta``. Collective over the group."""
         size = self.group.size()
         known = torch.zeros(len(params), size, dtype=torch.uint8)
         known[:, self.rank] = torch.tensor([not param.is_meta for param in params], dtype=torch.uint8)
@@ -131,11 +132,11 @@ class OwnerUpdates(WholeUpdates):
         return {number: tuple(param.shape) for number, param in enumerate(self._params()) if self._known[number]}
 
     def owns(self, number: int) -> bool:
-        """Whether this rank updates the parameter with this number."""
+        """Return whether this rank updates the parameter with this number."""
         return self._owners.of(number) == self.rank
 
     def describe(self) -> str:
-        """How evenly the updates are spread."""
+        """Return a description of the updates and their load balance, for the log."""
         loads, ranks = self._owners.loads, self.group.size()
         uneven = max(loads) * ranks / max(sum(loads), 1.0)
         return (
@@ -145,7 +146,7 @@ class OwnerUpdates(WholeUpdates):
 
     @torch.no_grad()
     def step(self, **kwargs: Any) -> None:
-        """Step, with the hooks that torch calls around a step. Takes no closure. Collective over the group."""
+        """Run one step, with torch's pre- and post-step hooks. Takes no closure. Collective over the group."""
         optimizer = self.optimizer
         args: tuple[Any, ...] = (optimizer,)
         for before in pre_hooks(optimizer):
@@ -184,7 +185,7 @@ class OwnerUpdates(WholeUpdates):
             moves = [move for number in numbers for move in self.plan.scatter(number, self._owner(number))]
             leaving = self._exchange(moves, {(number, "writes"): value.data for number, value in values.items()})
         if not stepped and self.found.steps_on_none:
-            # It may count steps in its groups.
+            # The optimizer may count steps in its groups.
             self._step_on({}, {}, {}, kwargs)
         if leaving is not None:
             leaving.finish()
@@ -192,11 +193,11 @@ class OwnerUpdates(WholeUpdates):
             self._hosted.wait()
 
     def _batches(self, numbers: Iterable[int]) -> Iterator[tuple[list[int], dict[int, dict[str, Any]]]]:
-        """Tensors of a round whose state fits into the window, with that state; the next one's is on its way."""
+        """Yield batches of a round's tensors whose state fits into the window, while the next batch is prefetched."""
         batches: list[list[int]] = []
         room = 0.0
         for number in numbers:
-            # State that there is none of yet may be of any size.
+            # State that does not exist yet may be of any size: it counts as a full window.
             size = self._state_bytes(number)
             if not batches or size > room:
                 batches.append([])
@@ -216,7 +217,7 @@ class OwnerUpdates(WholeUpdates):
         return float(self._window_bytes) if entry is None else self._hosted.num_bytes(entry)
 
     def _entries(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """State by number, of those that have any."""
+        """Return the existing state of parameters, by number, fetched to the update's device if it is offloaded."""
         state, hosted = self.optimizer.state, self._hosted
         found = {number: state[self._current[number]] for number in numbers if self._current[number] in state}
         return found if hosted is None else {number: hosted.fetch(entry) for number, entry in found.items()}
@@ -232,7 +233,7 @@ class OwnerUpdates(WholeUpdates):
         item = max((self.plan.dtype(number).itemsize for number in present), default=4)
         shapes = self._shapes()
         share = sum(math.prod(shapes[number]) for number in present) / self.group.size()
-        # Several rounds also where all would fit into one: what travels does so while others are updated.
+        # Use several rounds even if all tensors fit into one, to overlap communication with updates.
         limit = min(self.round_bytes / item, max(share / _ROUNDS, _MIN_ROUND_BYTES / item))
         return list(
             rounds_of(present, owner_of, shapes, round_elements=limit if self.found.in_rounds else float("inf"))
@@ -260,7 +261,7 @@ class OwnerUpdates(WholeUpdates):
         entries: Mapping[int, dict[str, Any]],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Run the optimizer's own step on some whole tensors, with their state."""
+        """Run the optimizer's own step on some unsharded tensors, with their state."""
         optimizer = self.optimizer
         originals = [group["params"] for group in optimizer.param_groups]
         outside = optimizer.state
@@ -291,29 +292,29 @@ class OwnerUpdates(WholeUpdates):
                 param = self._current[number]
                 outside[param] = inside[twin] if self._hosted is None else self._hosted.keep(param, inside[twin])
             if twin.data_ptr() != values[number].data_ptr():
-                # It was given new memory in place of new values.
+                # The step replaced the parameter's memory instead of writing to it.
                 values[number].copy_(twin.detach())
 
 
 @dataclass(frozen=True)
 class _Arriving:
-    """Tensors of a round, on their way to their owners."""
+    """Pending exchange of a round's tensors with their owners."""
 
     exchange: PackedExchange
     wholes: Mapping[tuple[int, Kind], Tensor]
 
     def finish(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Values and gradients by number, of those that this rank updates."""
+        """Wait, and return values and gradients, by number, of the tensors that this rank updates."""
         self.exchange.finish()
         values = {number: tensor for (number, kind), tensor in self.wholes.items() if kind == "reads"}
         return values, {number: tensor for (number, kind), tensor in self.wholes.items() if kind == "grads"}
 
 
 class _Beginning:
-    """What all calls of ``step`` that make up one begin with.
+    """Snapshot of group settings and shared state, restored before each partial ``step`` of one logical step.
 
     Args:
-        optimizer: Before the first of them.
+        optimizer: The optimizer, before the first partial step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -322,6 +323,6 @@ class _Beginning:
         self._shared = copy.deepcopy(shared_state(optimizer))
 
     def restore(self) -> None:
-        """Let the next call begin as the first one did."""
+        """Restore the snapshot before the next partial step."""
         restore_settings(self._optimizer, self._settings)
         restore_shared(self._optimizer, copy.deepcopy(self._shared))

@@ -1,4 +1,4 @@
-"""One packed all-to-all of boxes of many tensors, whatever their dtypes."""
+"""A single all-to-all of packed boxes of many tensors, of any dtypes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: Bytes at whose multiples every box begins, so that it may be viewed in its dtype.
+#: Alignment of boxes in bytes, so that each can be viewed in its dtype.
 _ALIGN = 16
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A box that goes to another rank or comes from one.
+    """A box to send to, or receive from, another rank.
 
     Attributes:
-        rank: The other one, in the group; this one for a box that stays.
-        values: What is sent, or where to put what comes: a view of the box's shape.
+        rank: The peer rank in the group; this rank for a local copy.
+        values: The tensor to send, or to receive into: a view of the box's shape.
     """
 
     rank: int
@@ -28,21 +28,21 @@ class Parcel:
 
     @property
     def num_bytes(self) -> int:
-        """Room in a message."""
+        """Aligned size in a message."""
         return -(-self.values.numel() * self.values.element_size() // _ALIGN) * _ALIGN
 
 
 class PackedExchange:
-    """An all-to-all under way, begun by the constructor. Collective over ``group``.
+    """An asynchronous all-to-all of boxes, launched by the constructor. Collective over ``group``.
 
-    Every rank lists what it sends and what it receives; between two ranks both lists have one order. Boxes that stay
-    are copied when the exchange ends.
+    Each rank lists the boxes it sends and receives, in the same order on both ranks of each pair. Boxes for the rank
+    itself are copied in :meth:`finish`.
 
     Args:
-        outgoing: What this rank sends.
-        incoming: Where what it receives goes, boxes of the same shapes and dtypes.
-        group: Who takes part.
-        device: Of messages.
+        outgoing: Boxes that this rank sends.
+        incoming: Boxes that this rank receives into, of the same shapes and dtypes as those sent.
+        group: The participating ranks.
+        device: Device of the messages.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PackedExchange:
             room.copy_(parcel.values)
         self._received = torch.empty(sum(splits_in), dtype=torch.uint8, device=device)
         self._splits_in = splits_in
-        # Kept until it has gone.
+        # Referenced until it has been sent.
         self._message = message
         self._work = None
         if size > 1:
@@ -74,7 +74,7 @@ class PackedExchange:
             )
 
     def finish(self) -> None:
-        """Wait for the messages, and put every box where it belongs."""
+        """Wait for the messages, and copy every box to its destination."""
         if self._work is not None:
             self._work.wait()
         for values, place in self._stays:
@@ -91,7 +91,7 @@ def _by_rank(parcels: Sequence[Parcel], size: int) -> list[int]:
 
 
 def _rooms(parcels: Sequence[Parcel], splits: Sequence[int], message: Tensor) -> list[tuple[Parcel, Tensor]]:
-    """Each parcel with its place in a message, in its own dtype and shape."""
+    """Return each parcel with its view of a message, in the box's dtype and shape."""
     starts = [sum(splits[:rank]) for rank in range(len(splits))]
     found = []
     for parcel in parcels:

@@ -1,4 +1,4 @@
-"""What users put on a parameter, and another one that takes its place has to have as well."""
+"""Transfer user-defined attributes and gradient hooks to a parameter that replaces another one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T", bound=Tensor)
 
 
 def take_place(made: T, before: Tensor) -> T:
-    """Give a parameter the attributes of another one, and the hooks on its gradient.
+    """Copy the attributes of a parameter, and the hooks on its gradient, to its replacement.
 
-    Hooks are shared: a handle from before takes a hook away from both.
+    Hooks are shared: removing one by its existing handle removes it from both.
 
     Args:
-        made: Takes the place.
-        before: Whose place it takes.
+        made: The replacement.
+        before: The parameter that is replaced.
     """
     marks = marks_of(before)
     hooks = marks.pop("gradient_hooks", None) or gradient_hooks_of(before)

@@ -1,4 +1,4 @@
-"""Detects and undoes parameter writes outside of optimizer steps (EMA teachers, clamped weights)."""
+"""Detect and undo parameter writes outside of optimizer steps (EMA teachers, clamped weights)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_pardist.compat.tensors import storage_key
 
 
 class ParameterWriteGuard(TorchFunctionMode):
-    """Undoes what a trial run writes into parameters.
+    """Function mode that undoes the parameter writes of a trial run on exit.
 
-    A parameter is copied right before the first function that writes into its memory, by whatever view, so that a run
-    which writes into none costs nothing. Code that torch functions do not see (a scripted function) is not noticed.
+    A parameter is copied right before the first function that writes into its memory, through any view, so a run
+    without writes costs no copies. Writes that bypass ``__torch_function__`` (scripted functions) are not detected.
 
     Args:
-        module: Whose parameters are kept; tensors on ``meta`` are not.
+        module: The module whose parameters are restored, except for those on ``meta``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -43,7 +43,7 @@ class ParameterWriteGuard(TorchFunctionMode):
 
     @property
     def written(self) -> list[nn.Parameter]:
-        """Those that were written to so far."""
+        """The parameters written to so far."""
         return list(self._kept)
 
     def _keep(self, parameters: Any) -> None:
@@ -60,12 +60,12 @@ class ParameterWriteGuard(TorchFunctionMode):
         self._kept.clear()
 
 
-#: Functions that by their name write, and leave values as they are.
+#: Functions with in-place names that do not change values.
 _NOT_VALUES = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The same for tensors that share memory; 0 for those without."""
+    """Return a key that is equal for tensors that share memory; 0 for tensors without memory."""
     try:
         address: int = storage_key(tensor)
     except (NotImplementedError, RuntimeError):
@@ -75,14 +75,14 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def _written_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments that such a function may overwrite: the first one, which it is a method of, and ``out``."""
+    """Return the arguments that a writing function may overwrite: the first one (``self``) and ``out``."""
     if not args:
         return kwargs
     return args[0], kwargs.get("out")
 
 
 def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a function may overwrite an argument, by torch's naming."""
+    """Return whether a function may overwrite an argument, by torch's naming conventions."""
     name = getattr(func, "__name__", "")
     if name == "__set__":
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"

@@ -1,4 +1,4 @@
-"""Evaluates torch's transformer encoders operation by operation, with the results of its fused kernel."""
+"""Evaluation of ``nn.TransformerEncoder`` without its fast path, with the same results as the fused kernel."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch.utils.hooks import RemovableHandle
 
 
 class PlainEncoders:
-    """Keeps encoders off their fast path while attached, and does as it does to the results.
+    """Disables the fast path of transformer encoders while attached, and reproduces its zeros at padded positions.
 
-    In evaluation ``nn.TransformerEncoderLayer`` hands the weights of all of its layers to a fused kernel, for which
-    ``nn.TransformerEncoder`` packs the tokens that a padding mask leaves into a nested tensor. Neither can be split,
-    nor handed from stage to stage. What they compute is what the layers compute, but for one thing: where a sequence
-    of an encoder is padded the result is zero, which shows wherever the padding is read (a mean over all positions, a
-    decoder without a mask of the memory).
+    In evaluation, ``nn.TransformerEncoderLayer`` passes the weights of all of its layers to a fused kernel, for which
+    ``nn.TransformerEncoder`` packs the tokens left by a padding mask into a nested tensor. Neither can be split, or
+    sent between pipeline stages. The results equal those of the layers, except that padded positions of an encoder's
+    output are zero. This matters wherever padding is read (a mean over all positions, a decoder without a memory mask).
 
     Args:
-        module: Whose encoders are meant.
+        module: The module that contains the encoders.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -30,7 +29,7 @@ class PlainEncoders:
         self._was_enabled = False
 
     def attach(self) -> None:
-        """Switch the fast path off in this process, if there are such layers. Not collective."""
+        """Disable the fast path in this process, if the module has encoder layers. Not collective."""
         self._was_enabled = self._has_layers and torch.backends.mha.get_fastpath_enabled()
         if not self._was_enabled:
             return
@@ -40,7 +39,7 @@ class PlainEncoders:
             self._handles.append(encoder.layers[-1].register_forward_hook(hook, with_kwargs=True))
 
     def detach(self) -> None:
-        """Switch it on again. Not collective."""
+        """Enable the fast path again. Not collective."""
         if self._was_enabled:
             torch.backends.mha.set_fastpath_enabled(True)
         self._was_enabled = False
@@ -52,14 +51,14 @@ class PlainEncoders:
 def _without_padding(
     encoder: nn.TransformerEncoder, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor
 ) -> Tensor | None:
-    """The last layer's result as the fast path leaves it, where the encoder would have taken that."""
+    """Zero the last layer's output at padded positions, if the encoder would have taken the fast path."""
     padding: Tensor | None = kwargs.get("src_key_padding_mask")
     asked = getattr(encoder, "use_nested_tensor", False) and kwargs.get("src_mask") is None
     first = encoder.layers[0]
     trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in first.parameters())
     if padding is None or not asked or first.training or trained or torch.is_autocast_enabled() or output.dim() != 3:
         return None
-    # The encoder's mask has -inf where a sequence is padded, and the fast path wants padding at its end.
+    # The encoder's mask is -inf at padded positions; the fast path requires padding at the end of sequences.
     is_padded = padding.ne(0)
     if getattr(encoder, "mask_check", True) and bool((is_padded[:, :-1] & ~is_padded[:, 1:]).any()):
         return None

@@ -1,4 +1,4 @@
-"""Sharded parameters that accept ``p.data = ...``."""
+"""Sharded parameters that support ``p.data = ...``."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from lightning_pardist.compat.tensors import disabled_torch_function, version_of
 from lightning_pardist.engines.common.meta_init import sync_from_first_rank
 from lightning_pardist.local_tensors import local_part, sharded_axes, tensor_axis, whole_over_data
 
-#: How often ``.data`` of any sharded parameter was asked for: what is done to it leaves no other trace.
+#: Number of accesses to ``.data`` of any sharded tensor: writes through it leave no other trace.
 _looks = 0
 
 
 def changes_of(parameters: Iterable[Tensor]) -> tuple[int, ...]:
-    """Differs from what it was before if somebody may have changed the values meanwhile; the same on all ranks.
+    """Return a key that changes whenever the values of parameters may have been changed; the same on all ranks.
 
     Args:
-        parameters: Sharded ones.
+        parameters: Sharded parameters.
     """
     return (_looks, *(version_of(parameter) for parameter in parameters))
 
 
 @torch.no_grad()
 def assign(parameter: DTensor, value: Tensor) -> None:
-    """Assign new values to a sharded parameter. Collective if ``value`` is sharded in another way.
+    """Copy new values into a sharded parameter. Collective if ``value`` is sharded with other placements.
 
     Args:
-        parameter: Keeps its memory.
-        value: Whole, or split itself; of the parameter's shape.
+        parameter: The parameter; it keeps its memory.
+        value: A plain tensor or a DTensor of the parameter's global shape.
     """
     if isinstance(value, DTensor) and value.placements == parameter.placements:
         part = value.to_local()
@@ -46,18 +46,18 @@ def assign(parameter: DTensor, value: Tensor) -> None:
 
 
 class ShardTensor(DTensor):
-    """A sharded tensor whose ``data`` may be assigned to, and that is drawn as one process draws it.
+    """A sharded tensor that supports ``t.data = ...``, and random initialization equal to that of a single process.
 
-    A ``DTensor`` takes ``p.data = value``, and keeps the values that it had: what is assigned is the memory of a
-    wrapper that has none. Weight clipping, averaging and ``vector_to_parameters`` would be lost without a word. And on
-    CPU each rank draws its own part: all of them the same numbers (``nn.init`` in a hook).
+    A ``DTensor`` accepts ``p.data = value`` but keeps its values: the assignment sets the memory of the wrapper, which
+    has none. Weight clipping, averaging and ``vector_to_parameters`` would silently have no effect. On CPU, each rank
+    of a ``DTensor`` would also draw the same numbers for its shard (``nn.init`` in a hook).
     """
 
     __slots__ = ()
 
     @property
     def data(self) -> Tensor:
-        """The parameter without its history, as a ``DTensor``."""
+        """The tensor without its autograd history, as a ``DTensor``."""
         global _looks
         _looks += 1
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
@@ -75,20 +75,20 @@ class ShardTensor(DTensor):
             torch.Tensor.__torch_function__,
             disabled_torch_function,
         ):
-            # A tensor of another engine's knows itself what to do.
+            # A tensor subclass of another engine implements the assignment itself.
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
             return
         assign(self, value)
 
     def new_empty(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As torch's; what it returns is drawn as one process draws it, too (orthogonal initialization)."""
+        """Return an empty tensor as torch does, but as a ``ShardTensor``, for its random methods (orthogonal init)."""
         made: Tensor = super().new_empty(*args, **kwargs)
         if type(made) is DTensor:
             made.__class__ = ShardTensor
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Files know of nothing but torch."""
+        """Pickle as a plain ``DTensor``, so that files depend on torch only."""
         return self.detach().__reduce_ex__(protocol)
 
 
@@ -96,8 +96,8 @@ class ShardParameter(ShardTensor):
     """A sharded parameter.
 
     Attributes:
-        gradient_hooks: Run on the gradient of whoever takes the parameter's place in steps. Where it is None, nobody
-            does.
+        gradient_hooks: Hooks on the gradient of the unsharded parameter that replaces this one in steps; None if this
+            parameter is not replaced.
     """
 
     __slots__ = ()
@@ -105,7 +105,7 @@ class ShardParameter(ShardTensor):
     gradient_hooks: OrderedDict[int, Callable[[Tensor], Tensor | None]] | None
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-        """As torch's; under ZeRO-3 the hook gets the gradient of the whole parameter, before ranks average it."""
+        """Register a gradient hook; under ZeRO-3 it gets the unsharded gradient, before the average over ranks."""
         hooks = getattr(self, "gradient_hooks", None)
         if hooks is None:
             handle: RemovableHandle = super().register_hook(hook)
@@ -115,9 +115,9 @@ class ShardParameter(ShardTensor):
         return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A sharded parameter as torch makes it; in the copy of a module a whole one. Collective then.
+        """Copy the parameter: sharded, or unsharded in the copy of a module. Collective in the second case.
 
-        Nobody would gather a copy's parameters around its calls.
+        The parameters of a module's copy are unsharded because no engine gathers them around its calls.
         """
         if id(self) not in memo:
             in_module = any(isinstance(copied, nn.Module) for copied in memo.values())
@@ -127,7 +127,7 @@ class ShardParameter(ShardTensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Files know of nothing but torch."""
+        """Pickle as an ``nn.Parameter`` of a plain ``DTensor``, so that files depend on torch only."""
         return nn.Parameter(self.detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
@@ -142,9 +142,9 @@ def _whole(parameter: Any) -> Tensor:
 
 
 def _not_itself(name: str) -> Callable[..., Tensor]:
-    """A conversion of torch that, where there is nothing to convert, returns an ordinary ``DTensor``.
+    """Return a conversion method that, if there is nothing to convert, returns a plain ``DTensor`` under no-grad.
 
-    ``Module.cpu()`` and its like make parameters of what comes back, which torch does not allow with a class like this.
+    ``Module.cpu()`` and similar methods create parameters from the result, which torch refuses for this class.
     """
     convert: Callable[..., Tensor] = getattr(DTensor, name)
 
@@ -157,9 +157,9 @@ def _not_itself(name: str) -> Callable[..., Tensor]:
 
 
 def _drawn_whole(name: str) -> Callable[..., Tensor]:
-    """A draw in place: each rank draws the whole, as one process does, and keeps its part of the first rank's.
+    """Return an in-place random method that gives the values of a single process. Collective over the tensor's mesh.
 
-    Collective over the tensor's mesh.
+    Each rank draws the unsharded tensor; the first rank's values are broadcast, and each rank keeps its shard.
     """
     draw: Callable[..., Tensor] = getattr(DTensor, name)
 
@@ -186,16 +186,16 @@ for _name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "conti
 
 
 def make_gradient_settable(gradient: Tensor | None) -> None:
-    """Make ``gradient.data = value`` work for a sharded gradient. Ordinary tensors stay as they are."""
+    """Make ``gradient.data = value`` work for a sharded gradient. Plain tensors are unchanged."""
     if type(gradient) is DTensor:
         gradient.__class__ = ShardTensor
 
 
 def make_settable(parameter: Tensor) -> None:
-    """Make ``parameter.data = value`` work for a sharded parameter. Ordinary tensors stay as they are.
+    """Make ``parameter.data = value`` work for a sharded parameter. Plain tensors are unchanged.
 
     Args:
-        parameter: Of a module that was sharded, or split over tensor ranks.
+        parameter: Parameter of a module that was sharded, or split over tensor ranks.
     """
     if type(parameter) is DTensor:
         parameter.__class__ = ShardParameter

@@ -1,10 +1,10 @@
-"""Zero-copy exchange of slices of flat tensors between ranks.
+"""All-gather and reduce-scatter of slices of flat tensors without extra copies.
 
 [Note: gloo]
-On the host, gloo's reduce-scatter sends as much as an all-reduce, and its all-gather receives into a buffer of its own
-that it copies out of afterwards. Sends and receives do neither: every rank gives each peer what is the peer's, and
-nothing lies anywhere twice. All ranks begin the same exchanges in the same order, so that messages of one kind meet in
-the order in which they were sent.
+On the host, gloo's reduce-scatter sends as much as an all-reduce, and its all-gather receives into an internal buffer
+that is copied afterwards. Point-to-point messages avoid both: every rank sends each peer only that peer's slice, and
+receives without an extra buffer. All ranks launch the same exchanges in the same order, so that messages with the same
+tag match in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def exchanges_directly(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether ranks of ``group`` exchange slices of ``tensor`` by sends and receives, see [Note: gloo]."""
-    # A group may have a backend for each kind of device: "cpu:gloo,cuda:nccl".
+    """Return whether slices of ``tensor`` are exchanged by sends and receives over ``group``, see [Note: gloo]."""
+    # A group may have one backend per device type: "cpu:gloo,cuda:nccl".
     return tensor.device.type == "cpu" and "gloo" in backend_of(group)
 
 
 class SliceExchange(dist.Work):
-    """A set of sends and receives with one wait.
+    """Work handle for a set of sends and receives.
 
     Args:
-        works: Of the single messages.
+        works: Handles of the messages.
     """
 
     def __init__(self, works: Sequence[Any]) -> None:
@@ -46,10 +46,10 @@ class SliceExchange(dist.Work):
         self._works = list(works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until everything has come and gone; as long as the group's timeout has it.
+        """Wait until all messages are sent and received, with the group's timeout.
 
         Raises:
-            RuntimeError: If a peer is gone or silent for too long.
+            RuntimeError: If a peer has failed or the timeout expires.
         """
         works, self._works = self._works, []
         for work in works:
@@ -61,11 +61,11 @@ def gather_slices(whole: Tensor, *, group: dist.ProcessGroup) -> dist.Work:
     """All-gather slices in place. Collective over ``group``; asynchronous.
 
     Args:
-        whole: Flat, shape ``[group size * slice]``, in which this rank's slice has its values; contiguous.
-        group: Who takes part.
+        whole: Flat, contiguous, shape ``[group size * slice]``; this rank's slice contains its values.
+        group: The participating ranks.
 
     Returns:
-        What to wait for, before ``whole`` is read and this rank's slice is written to.
+        The work handle to wait for before ``whole`` is read or this rank's slice is written.
     """
     rank, slices = group.rank(), whole.chunk(group.size())
     if not exchanges_directly(whole, group):
@@ -81,13 +81,13 @@ def gather_slices(whole: Tensor, *, group: dist.ProcessGroup) -> dist.Work:
 
 @dataclass
 class Reduction:
-    """A pending reduce-scatter, whose received slices are summed on wait.
+    """A pending reduce-scatter; :meth:`finish` waits and sums the received slices.
 
     Attributes:
-        whole: What this rank sends, flat.
-        received: The peers' slices, in the order of ranks, shape ``[group size - 1, slice]``.
+        whole: This rank's flat input.
+        received: The peers' contributions to this rank's slice, in rank order, shape ``[group size - 1, slice]``.
         rank: This rank in the group.
-        work: To be waited for.
+        work: Handle of the messages.
     """
 
     whole: Tensor
@@ -96,11 +96,11 @@ class Reduction:
     work: dist.Work
 
     def finish(self, out: Tensor | None = None) -> Tensor:
-        """Wait, and add up in the order of ranks, so that every run adds alike.
+        """Wait, then sum in the order of ranks, which makes the sum deterministic.
 
         Args:
-            out: Where the sum goes, shape ``[slice]``; it may be this rank's slice of ``whole``. A new tensor if None,
-                in fp32 where ranks send less.
+            out: Output, shape ``[slice]``; it may be this rank's slice of ``whole``. A new tensor if None, in fp32 if
+                the input is bf16 or fp16.
         """
         self.work.wait()
         slices = list(self.received.unbind(0))
@@ -111,7 +111,7 @@ class Reduction:
         if len(slices) == 1:
             return out.copy_(slices[0])
         if self.rank > 1 and out.data_ptr() == slices[self.rank].data_ptr():
-            # It is read after the first sum has been written.
+            # This slice is read after the first partial sum has overwritten ``out``.
             slices[self.rank] = slices[self.rank].clone()
         if slices[0].dtype in _LOW_PRECISION:
             total = slices[0].float()
@@ -125,13 +125,13 @@ class Reduction:
 
 
 def scatter_slices(whole: Tensor, *, group: dist.ProcessGroup) -> Reduction:
-    """Reduce-scatter ``whole`` by slices. Collective; asynchronous.
+    """Reduce-scatter ``whole`` by slices. Collective over ``group``; asynchronous.
 
-    Only where :func:`exchanges_directly`. Sends ``(N-1)/N`` of ``whole``.
+    Only for tensors and groups for which :func:`exchanges_directly` is true. Sends ``(N-1)/N`` of ``whole``.
 
     Args:
-        whole: Flat, shape ``[group size * slice]``, contiguous; not to be written to before it is finished.
-        group: Who takes part.
+        whole: Flat, contiguous, shape ``[group size * slice]``; must not be written before the reduction is finished.
+        group: The participating ranks.
     """
     size, slices = group.size(), whole.chunk(group.size())
     received = whole.new_empty(size - 1, whole.numel() // size)
@@ -150,6 +150,6 @@ def _tag(kind: int, message: Tensor) -> int:
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks, each rank beginning with its next one: so that not all send to the same one first."""
+    """Return the other ranks, starting after this one, so that not all ranks send to the same peer first."""
     rank, size = group.rank(), group.size()
     return [(rank + step) % size for step in range(1, size)]

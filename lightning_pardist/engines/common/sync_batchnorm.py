@@ -1,8 +1,8 @@
-"""Batch normalisation over the samples of all ranks, on CPU as well as on GPU (torch's own refuses CPU tensors).
+"""Batch normalisation over the samples of all ranks, on CPU and GPU (``nn.SyncBatchNorm`` refuses CPU tensors).
 
-A layer keeps its class below a new one, so that ``isinstance`` holds and its other methods stay. One with a ``forward``
-of its own (an activation after the normalisation, say) runs it, and what that asks of ``batch_norm`` is computed over
-all ranks.
+A layer's class is replaced by a subclass of it, so that ``isinstance`` checks and its other methods still work. A layer
+with its own ``forward`` (with an activation after the normalisation, say) runs that ``forward``, in which calls of
+``batch_norm`` use the statistics of all ranks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from lightning_pardist.compat.modules import BatchNorm, check_dims
 
 
 class _OverRanks(BatchNorm):
-    """A batch norm layer whose statistics in training are those of the batches of all ranks of a group.
+    """A batch norm layer whose training statistics are computed over all ranks of a group.
 
-    Equals one process' batch normalisation of the concatenated batch, also where ranks hold different numbers of
-    samples. Collective over ``group`` in training: one reduction forward and one backward.
+    Equals a single process' batch normalisation of the concatenated batch, also if ranks hold different numbers of
+    samples. Collective over ``group`` in training: one all-gather in forward and one all-reduce in backward.
     """
 
     group: dist.ProcessGroup
     plain: type[BatchNorm]
-    #: Of the layer in the module, while it is synchronized.
+    #: Name of the layer in the module while it is synchronized; None otherwise.
     synchronized_as: str | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``, shape ``[N, C, ...]``; the same shape and dtype come back."""
+        """Normalise ``input``, shape ``[N, C, ...]``; returns a tensor of the same shape and dtype."""
         if not self.training or self.synchronized_as is None:
             return super().forward(input)
         check_dims(self, input)
@@ -57,15 +57,15 @@ class _OverRanks(BatchNorm):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchNorm:
-        """The copy is synchronized as well."""
+        """Copy the layer; the copy is synchronized too."""
         with_group = type(self)
         copied: BatchNorm = self._as_plain(lambda: copy.deepcopy(self, memo))
         copied.__class__ = with_group
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Files know of the layer's own class only."""
-        # Of later protocols, pickle compares the class with that of the layer.
+        """Pickle the layer with its original class."""
+        # In later protocols, pickle compares the class with that of the layer.
         return self._as_plain(lambda: self.__reduce_ex__(0))
 
     def _as_plain(self, do: Callable[[], Any]) -> Any:
@@ -78,14 +78,14 @@ class _OverRanks(BatchNorm):
 
 
 class _OverRanksByItself(_OverRanks):
-    """The same for a layer with a ``forward`` of its own."""
+    """A synchronized batch norm layer whose original class overrides ``forward``."""
 
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own ``forward``.
+        """Run the layer's own ``forward`` with synchronized ``batch_norm`` calls.
 
         Raises:
-            ValueError: If it normalises by itself, by statistics of this rank's samples.
+            ValueError: If it does not call torch's ``batch_norm``, and so uses this rank's statistics only.
         """
         own = functools.partial(self.plain.forward, self)
         if not self.training or self.synchronized_as is None:
@@ -102,7 +102,7 @@ class _OverRanksByItself(_OverRanks):
 
 
 class _StatisticsOfAll(TorchFunctionMode):
-    """While active, torch's ``batch_norm`` in training takes its statistics over the ranks of a group."""
+    """Function mode in which torch's ``batch_norm`` in training computes its statistics over the ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def _operator(
     return {name: value for name, value in locals().items() if name != "cudnn_enabled"}
 
 
-#: Arguments by name, of the functions of torch that layers call.
+#: Converters of call arguments to keyword arguments, by torch function that layers may call.
 _CALLS: dict[Any, Callable[..., dict[str, Any]]] = {F.batch_norm: _functional, torch.batch_norm: _operator}
 
 
@@ -165,20 +165,20 @@ def batch_norm(
     *,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """``torch.nn.functional.batch_norm`` in training, by the statistics of all ranks' samples. Collective.
+    """Compute ``torch.nn.functional.batch_norm`` in training with statistics over all ranks. Collective over ``group``.
 
     Args:
         input: This rank's samples, shape ``[N, C, ...]``; ``N`` may differ between ranks.
-        running_mean: Updated in place, shape ``[C]``.
-        running_var: Updated in place, shape ``[C]``.
-        weight: Shape ``[C]``.
-        bias: Shape ``[C]``.
-        momentum: Share of this batch in the running statistics.
+        running_mean: Running mean, updated in place, shape ``[C]``; None if not tracked.
+        running_var: Running variance, updated in place, shape ``[C]``; None if not tracked.
+        weight: Scale, shape ``[C]``, or None.
+        bias: Shift, shape ``[C]``, or None.
+        momentum: Weight of this batch in the running statistics.
         eps: Added to the variance.
-        group: Whose samples count.
+        group: Ranks whose samples are normalised together.
 
     Raises:
-        ValueError: If all ranks together have one value per channel.
+        ValueError: If ``input`` has fewer than 2 dims, or all ranks together have at most one value per channel.
     """
     if input.dim() < 2:
         raise ValueError(f"Batch normalisation expects at least 2 dims (N, C, ...), got shape {tuple(input.shape)}.")
@@ -204,7 +204,7 @@ class _Normalize(torch.autograd.Function):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         channels = x.shape[1]
         own_count = x.numel() // channels
-        # Mean and M2 of each rank are merged (Chan et al.), which loses no digits where E[x^2] - E[x]^2 would.
+        # Merge each rank's mean and M2 (Chan et al.), which avoids the cancellation of E[x^2] - E[x]^2.
         rank_mean = wide.mean(dims) if x.numel() else wide.new_zeros(channels)
         rank_m2 = (wide - rank_mean.view(shape)).square().sum(dims)
         packed = torch.cat([rank_mean, rank_m2, wide.new_full((1,), own_count)])
@@ -212,7 +212,7 @@ class _Normalize(torch.autograd.Function):
         dist.all_gather(gathered, packed, group=group)
         means, m2s, counts = torch.stack(gathered).split([channels, channels, 1], dim=1)
         count = counts.sum()
-        # A rank with several knows without looking, for which it would wait for the device.
+        # The total is read only if this rank has at most one value: reading it synchronizes with the device.
         if own_count <= 1 and count <= 1:
             raise ValueError(f"Expected more than 1 value per channel over all ranks, got input size {tuple(x.shape)}.")
         mean = (means * counts).sum(0) / count
@@ -234,7 +234,7 @@ class _Normalize(torch.autograd.Function):
         normalized = (wide - mean.view(ctx.shape)) * inv_std.view(ctx.shape)
         grad_bias = grad.sum(ctx.dims)
         grad_weight = (grad * normalized).sum(ctx.dims)
-        # Parameter gradients stay local: the data axis averages them like all others.
+        # Parameter gradients stay local: the data engine averages them like all others.
         packed = torch.cat([grad_bias, grad_weight])
         dist.all_reduce(packed, group=ctx.group)
         sum_grad, sum_grad_normalized = (packed / count).chunk(2)
@@ -252,10 +252,10 @@ class _Normalize(torch.autograd.Function):
 
 
 def convert(module: nn.Module, *, group: dist.ProcessGroup) -> nn.Module:
-    """Let every batch norm layer in ``module`` take its statistics over ``group``. In place, not collective.
+    """Synchronize the statistics of every batch norm layer in ``module`` over ``group``. In place, not collective.
 
-    The layers stay the objects they are, so that shared layers stay shared and references to them stay right; their
-    class is extended until :func:`revert`. Where the group is one rank nothing changes.
+    The layer objects stay the same, so that shared layers and references to them remain valid; only their class is
+    extended, until :func:`revert`. Does nothing for a group of one rank.
     """
     if group.size() == 1:
         return module
@@ -272,16 +272,16 @@ def convert(module: nn.Module, *, group: dist.ProcessGroup) -> nn.Module:
 
 
 def is_converted(layer: nn.Module) -> bool:
-    """Whether :func:`convert` has extended a layer."""
+    """Return whether a layer's class was extended by :func:`convert`."""
     return isinstance(layer, _OverRanks)
 
 
 def revert(module: nn.Module) -> nn.Module:
-    """Undo :func:`convert`."""
+    """Restore the layers' original classes, to undo :func:`convert`."""
     for layer in module.modules():
         if isinstance(layer, _OverRanks):
             layer.__dict__.pop("synchronized_as", None)
-            # A class that somebody else has extended since then stays, and does what the plain one does.
+            # A class that was extended again since then is kept; without a name it behaves like the plain class.
             if "plain" in type(layer).__dict__:
                 layer.__class__ = layer.plain  # type: ignore[assignment]
     return module

@@ -1,4 +1,4 @@
-"""Tables for the log: repeated blocks in one line, long lists in several."""
+"""Text tables for the log, with repeated blocks folded into one row and long cells wrapped."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$|\s)")
-#: Longest line of a cell whose column may be wrapped.
+#: Maximum line length of a cell in a wrapped column.
 _WIDTH = 60
 
 
 def starred(text: str) -> str:
-    """The indices of blocks in names replaced by a star: ``sum of h.3.mlp`` as ``sum of h.*.mlp``."""
+    """Replace block indices in names by a star: ``sum of h.3.mlp`` becomes ``sum of h.*.mlp``."""
     return _INDEX.sub("*", text)
 
 
 def fold(
     items: Sequence[Item], name_of: Callable[[Item], str], like: Callable[[Item], Hashable]
 ) -> list[tuple[str, list[Item]]]:
-    """Put the tensors of repeated blocks together.
+    """Group the items of repeated blocks, such as tensors, under one name.
 
     Args:
-        items: In the order of the module.
-        name_of: An item's name, such as ``h.3.mlp.weight``.
-        like: What has to be equal beside the name up to its indices.
+        items: Items in the order of the module.
+        name_of: Returns an item's name, such as ``h.3.mlp.weight``.
+        like: Returns a key that must be equal within a group, in addition to the name without its indices.
 
     Returns:
-        Names such as ``h.0-23.mlp.weight``, each with the items that it stands for.
+        Names such as ``h.0-23.mlp.weight``, each with its items.
     """
     groups: dict[tuple[tuple[str, ...], Hashable], dict[tuple[int, ...], Item]] = {}
     for item in items:
@@ -52,7 +52,7 @@ def _contains(numbers: list[int], number: int) -> bool:
 
 
 def _products(found: list[tuple[int, ...]]) -> list[list[list[int]]]:
-    """Index tuples as few products of sets: all if they are one, else by the first index."""
+    """Split index tuples into few products of sets: one product if possible, otherwise one or more per first index."""
     sets = [sorted(set(column)) for column in zip(*found, strict=True)]
     size = 1
     for each in sets:
@@ -66,7 +66,7 @@ def _products(found: list[tuple[int, ...]]) -> list[list[list[int]]]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in few words: ``0-3,5``."""
+    """Format ascending numbers as ranges: ``0-3,5``."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -77,12 +77,12 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wrap: Sequence[str] = ()) -> str:
-    """Columns beside each other, indented by two, a line under the head.
+    """Format a table, indented by two spaces, with a rule under the header.
 
     Args:
         head: Names of the columns.
-        rows: One cell a column each.
-        wrap: Columns whose cells are broken over several lines where they are long, between words.
+        rows: Rows with one cell per column.
+        wrap: Names of the columns whose long cells are wrapped between words.
     """
     lines: list[list[str]] = []
     for row in rows:

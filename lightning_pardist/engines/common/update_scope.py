@@ -1,4 +1,4 @@
-"""What an optimizer's update of an element depends on, found by trying it on small tensors."""
+"""Determine what an optimizer's update of an element depends on, by trial steps on small tensors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from lightning_pardist.engines.common.elementwise import (
 )
 from lightning_pardist.settings import one_of
 
-#: ``"elementwise"``: on the element's own gradient, value and state (Adam, SGD). ``"per_tensor"``: on those of its
-#: tensor (Muon, Adafactor, Shampoo, LAMB). ``"joint"``: on those of all tensors (LBFGS, a norm over all parameters).
+#: ``"elementwise"``: the element's own gradient, value and state (Adam, SGD). ``"per_tensor"``: those of its tensor
+#: (Muon, Adafactor, Shampoo, LAMB). ``"joint"``: those of all tensors (LBFGS, a norm over all parameters).
 Scope = Literal["elementwise", "per_tensor", "joint"]
 ScopeSetting = Literal["auto", "elementwise", "per_tensor", "joint"]
 
@@ -49,14 +49,14 @@ Values = list[list[Tensor]]
 
 @dataclass(frozen=True)
 class FoundScope:
-    """The answer for one optimizer.
+    """The update scope of one optimizer.
 
     Attributes:
         scope: What an element's update depends on.
-        in_rounds: Whether a step may be taken in several calls of ``step``, each with some of the tensors, if all
-            begin with the same settings.
-        steps_on_none: Whether ``step`` may be called where it has no tensor.
-        is_set: Whether the user said so, and nothing was tried.
+        in_rounds: Whether a step can be split into several calls of ``step``, each with some of the tensors, if all
+            start with the same group settings.
+        steps_on_none: Whether ``step`` can be called without any tensor.
+        is_set: Whether the scope was set by the user, without trial steps.
     """
 
     scope: Scope
@@ -65,7 +65,7 @@ class FoundScope:
     is_set: bool = False
 
     def describe(self) -> str:
-        """In words, for the log."""
+        """Return a description for the log."""
         return f"{_MEANINGS[self.scope]} ({'as set' if self.is_set else 'found by a trial, update_scope sets it'})"
 
 
@@ -73,7 +73,7 @@ _found: WeakKeyDictionary[Optimizer, dict[Form, FoundScope]] = WeakKeyDictionary
 
 
 def check_scope(setting: str) -> ScopeSetting:
-    """The setting, if it is one.
+    """Return the setting, if it is valid.
 
     Raises:
         ValueError: If it is not.
@@ -83,20 +83,20 @@ def check_scope(setting: str) -> ScopeSetting:
 
 
 def find_scope(optimizer: Optimizer, *, form: Form, setting: ScopeSetting = "auto") -> FoundScope:
-    """Find out what an optimizer needs to see of its parameters. Not collective, equal on all ranks.
+    """Determine the update scope of an optimizer. Not collective, equal on all ranks.
 
-    Steps of copies of the optimizer are compared: on a small tensor and on parts of it, on several tensors together and
-    on each alone. Neither the optimizer, nor its parameters, nor any random state is changed. An optimizer is tried
-    once.
+    Steps of copies of the optimizer are compared: on a small tensor and on shards of it, on several tensors together
+    and on each alone. The optimizer, its parameters and all random states are unchanged. The result is cached per
+    optimizer and form.
 
     Args:
-        optimizer: Before its first step, or after any.
-        form: In which form a rank holds parts.
-        setting: What the user says; ``"auto"`` to try.
+        optimizer: The optimizer, before or after its first step.
+        form: The form of the shards that a rank holds.
+        setting: The user's setting; ``"auto"`` for trial steps.
 
     Raises:
-        ValueError: If it cannot be tried, talks to other ranks, or draws random numbers, which ranks would draw
-            differently.
+        ValueError: If the trial fails, or the step uses collectives or draws random numbers, which would differ between
+            ranks.
     """
     if setting != "auto":
         return _noted(optimizer, form, FoundScope(setting, in_rounds=False, steps_on_none=False, is_set=True))
@@ -105,13 +105,13 @@ def find_scope(optimizer: Optimizer, *, form: Form, setting: ScopeSetting = "aut
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
-    """Whether a step needs a closure: it runs forward and backward as often as it likes, and looks at the loss."""
+    """Return whether a step requires a closure, which it may call several times and whose loss it uses."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def known_scope(optimizer: Optimizer) -> FoundScope | None:
-    """What :func:`find_scope` has found before."""
+    """Return a cached result of :func:`find_scope`; None if there is none."""
     return next(iter(_found.get(optimizer, {}).values()), None)
 
 
@@ -137,7 +137,7 @@ def _tried_alone(optimizer: Optimizer, form: Form) -> FoundScope:
     if is_elementwise(optimizer, form=form):
         return FoundScope("elementwise")
     if calls_closure_again(optimizer):
-        # It runs forward and backward again, with all that they use.
+        # The closure reruns forward and backward, which use all parameters.
         return FoundScope("joint")
     with _same_random_state() as draws:
         start, grads = _example(optimizer)
@@ -150,7 +150,7 @@ def _tried_alone(optimizer: Optimizer, form: Form) -> FoundScope:
         if draws():
             raise ValueError(_refusal(optimizer, "its step draws random numbers, and ranks would draw different ones"))
         if all(torch.equal(a, b) for a, b in zip(_flat(together), _flat(start), strict=True)):
-            # One that wraps another optimizer and steps that, for instance.
+            # For instance, the optimizer wraps another one and steps that.
             raise ValueError(_refusal(optimizer, "a step on other parameters than its own changed nothing"))
         if not _same_alone(optimizer, start, grads, stepped):
             return FoundScope("joint")
@@ -161,7 +161,7 @@ def _tried_alone(optimizer: Optimizer, form: Form) -> FoundScope:
 
 
 def _same_alone(optimizer: Optimizer, start: Values, grads: list[Values], stepped: Optimizer) -> bool:
-    """Whether each tensor comes out as it does among the others, where it is the optimizer's only one."""
+    """Return whether a step on each tensor alone gives the same result as a step on all tensors together."""
     together = _values(stepped)
     for index, members in enumerate(start):
         for position in range(len(members)):
@@ -171,7 +171,7 @@ def _same_alone(optimizer: Optimizer, start: Values, grads: list[Values], steppe
 
             run = [alone(step_grads) for step_grads in grads]
             found = _agree(lambda run=run, alone=alone: _stepped(optimizer, alone(start), run), alone(together))  # type: ignore[misc]
-            # Some groups' counts stand still without parameters.
+            # Counts of groups without parameters may not advance, so only this tensor's group is compared.
             if found is None:
                 return False
             if same_numbers(found, stepped, groups=[index]):
@@ -182,17 +182,17 @@ def _same_alone(optimizer: Optimizer, start: Values, grads: list[Values], steppe
 
 
 def _counts(optimizer: Optimizer, start: Values, grads: list[Values], stepped: Optimizer) -> set[Any]:
-    """Numbers that have nothing to do with values and gradients."""
+    """Return the numbers of a stepped copy that do not depend on values and gradients; empty if the trial fails."""
     others, *run = [[others_of(members) for members in values] for values in (start, *grads)]
     try:
         return numbers_of_shapes(stepped, _stepped(optimizer, others, run))
     except Exception:
-        # On values like these.
+        # The step fails on these values.
         return set()
 
 
 def _agree(run: Callable[[], Optimizer], wanted: Values) -> Optimizer | None:
-    """What has stepped, if it has come to the same values."""
+    """Run trial steps and return the stepped copy if its values match ``wanted``; None otherwise, or if they fail."""
     try:
         found = run()
     except Exception:
@@ -206,7 +206,7 @@ def _values(stepped: Optimizer) -> Values:
 
 
 def _stepped(optimizer: Optimizer, start: Values, grads: Sequence[Values], *, rounds: bool = False) -> Optimizer:
-    """Run a copy of the optimizer on other parameters; in ``rounds``, one of them at a time."""
+    """Step a copy of the optimizer on other parameters; with ``rounds``, one parameter at a time."""
     clone = twin_of_groups(optimizer, trial_settings(optimizer), start)
     groups = [list(group["params"]) for group in clone.param_groups]
     step = own_step(clone)
@@ -231,7 +231,7 @@ def _stepped(optimizer: Optimizer, start: Values, grads: Sequence[Values], *, ro
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups without parameters, as copies: an optimizer may count steps in them."""
+    """Return copies of the parameter groups' settings, in which an optimizer may count steps."""
     return [
         {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -239,7 +239,7 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_settings(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
-    """Let parameter groups have the settings that :func:`group_settings` gave, tensors in place."""
+    """Restore settings returned by :func:`group_settings`, tensors in place."""
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         for key, value in values.items():
             if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
@@ -249,7 +249,7 @@ def restore_settings(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -
 
 
 def _example(optimizer: Optimizer) -> tuple[Values, list[Values]]:
-    """Small parameters, in each group two of every kind that it has, and gradients for some steps."""
+    """Return small trial parameters, two per kind in each group, and gradients for some steps."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> Values:
@@ -272,7 +272,7 @@ def _flat(values: Values) -> list[Tensor]:
 
 @contextmanager
 def _same_random_state() -> Iterator[Callable[[], bool]]:
-    """Inside, random numbers may be drawn; yields whether any were."""
+    """Restore the host's random state on exit; yields a function that returns whether random numbers were drawn."""
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
         yield lambda: not torch.equal(before, torch.get_rng_state())
@@ -287,12 +287,12 @@ def _refusal(optimizer: Optimizer, reason: str) -> str:
 
 
 def steps_on_wholes(optimizer: Optimizer, *, form: Form, setting: ScopeSetting = "auto") -> bool:
-    """Whether an optimizer is given whole tensors where ranks hold parts; as :func:`find_scope`."""
+    """Return whether an optimizer must step on unsharded tensors. Arguments and errors as in :func:`find_scope`."""
     return has_parameters(optimizer) and find_scope(optimizer, form=form, setting=setting).scope != "elementwise"
 
 
 def cannot_step_on_parts(optimizer: Optimizer, found: FoundScope) -> str:
-    """What is said where an optimizer would have to be elementwise, and is not."""
+    """Return the error message for an optimizer that would have to be elementwise, and is not."""
     return (
         f"{type(optimizer).__name__} cannot step on parts of parameters: it {found.describe()}, and no group of ranks"
         " is named that hold them whole. Name one, or use an elementwise optimizer such as AdamW or SGD."
@@ -300,5 +300,5 @@ def cannot_step_on_parts(optimizer: Optimizer, found: FoundScope) -> str:
 
 
 def has_parameters(optimizer: Optimizer) -> bool:
-    """Whether there is anything to update; not in what stands in for an optimizer of ``configure_optimizers``."""
+    """Return whether an optimizer has parameters; False for a placeholder of one from ``configure_optimizers``."""
     return any(isinstance(param, nn.Parameter) for group in optimizer.param_groups for param in group["params"])

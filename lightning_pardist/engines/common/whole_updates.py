@@ -1,8 +1,8 @@
-"""Updates of whole tensors, whatever way ranks hold parts of them: storage keeps its layout, the update has another.
+"""Optimizer updates of unsharded tensors, for parameters that are sharded in any way between steps.
 
-An optimizer that is not elementwise gets each of its tensors whole. One that updates a tensor at a time has one rank,
-the owner, do it (:class:`~lightning_pardist.engines.common.owner_updates.OwnerUpdates`); one that updates all tensors
-together has every rank do all of it (:class:`~lightning_pardist.engines.common.joint_updates.JointUpdates`).
+An optimizer that is not elementwise needs each of its tensors unsharded. If it updates one tensor at a time, one rank,
+the owner, updates each tensor (:class:`~lightning_pardist.engines.common.owner_updates.OwnerUpdates`). If it updates
+all tensors jointly, every rank does (:class:`~lightning_pardist.engines.common.joint_updates.JointUpdates`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _MARK = "_pardist_whole_updates"
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """Where a parameter lies on this rank.
+    """Local storage of a parameter on this rank.
 
     Attributes:
-        grad: What has its gradient, in ``.grad`` of :attr:`~lightning_pardist.checkpoint.tensors.TensorSlot.like`.
-        read: Its values, as an update begins with them.
-        write: What new values are written to.
+        grad: Slot of the gradient, in ``.grad`` of :attr:`~lightning_pardist.checkpoint.tensors.TensorSlot.like`.
+        read: Slot of the values before the update.
+        write: Slot that new values are written to.
     """
 
     grad: TensorSlot
@@ -57,32 +57,32 @@ class HeldTensor:
 
     @classmethod
     def as_it_is(cls, param: Tensor) -> HeldTensor:
-        """A parameter that is updated where it lies, plain or a ``DTensor``."""
+        """Return the storage of a parameter, plain or a ``DTensor``, that is updated in place."""
         slot = TensorSlot(param)
         return cls(slot, slot, slot)
 
     def slot(self, kind: Kind) -> TensorSlot:
-        """Where a kind of values lies."""
+        """Return the slot of one kind of values."""
         return {"grads": self.grad, "reads": self.read, "writes": self.write}[kind]
 
     def values(self, kind: Kind) -> Tensor:
-        """What this rank has, in one tensor; zeros in place of a gradient that is None, which others may have."""
+        """Return this rank's local tensor of one kind; zeros for a missing gradient, which other ranks may hold."""
         like = self.slot(kind).like
         if kind != "grads":
             return own_part(like).detach()
         return torch.zeros_like(own_part(like).detach()) if like.grad is None else own_part(like.grad).detach()
 
     def boxes(self, kind: Kind) -> Shards:
-        """This rank's boxes of a kind of values, sharing memory."""
+        """Return this rank's boxes of one kind of values, sharing memory."""
         slot = self.slot(kind)
         if not slot.here:
-            # What stands for a gradient of others must not be looked at: its values would be gathered.
+            # Accessing the stand-in for a gradient held by other ranks would gather its values.
             return Shards(tuple(slot.param.shape), slot.param.dtype, ())
         return slot.locate(self.values(kind))
 
     @property
     def layout(self) -> TensorLayout:
-        """Places of all boxes."""
+        """Positions of all boxes."""
         grads, reads, writes = (
             tuple((part.offsets, part.sizes) for part in self.boxes(kind).parts)
             for kind in ("grads", "reads", "writes")
@@ -91,23 +91,23 @@ class HeldTensor:
 
     @property
     def key(self) -> Any:
-        """Changes when the parameter comes to lie in another way."""
+        """Key that changes when the local storage of the parameter changes."""
         slots = (self.grad, self.read, self.write)
         return tuple((id(slot.param), id(slot.like), slot.here, slot.held and slot.held[:2]) for slot in slots)
 
 
 class WholeUpdates:
-    """Puts an optimizer's tensors together and takes them apart; the base of what steps on them.
+    """Base class of updates on unsharded tensors: gathers an optimizer's tensors and scatters the new values.
 
     Args:
-        optimizer: Its groups hold the user's parameters, outside of a step.
-        group: Ranks that hold all of the parameters that this rank has a part of.
-        held: Where a parameter lies on this rank; asked in every step.
-        found: What its updates depend on.
-        device: Where updates are computed; that of the parameters' values if None.
-        hosted: Keeps state between steps, if it is offloaded.
+        optimizer: The optimizer; outside of a step, its groups hold the user's parameters.
+        group: Ranks that together hold all elements of the parameters of which this rank holds a shard.
+        held: Returns the local storage of a parameter; called in every step.
+        found: Update scope of the optimizer.
+        device: Device of the update; that of the parameters' values if None.
+        hosted: Holds the state between steps if it is offloaded; otherwise None.
         before_step: Called right before the update.
-        after_step: Called after it.
+        after_step: Called after the update.
     """
 
     def __init__(
@@ -141,17 +141,20 @@ class WholeUpdates:
         self._plan: OwnerPlan | None = None
         setattr(optimizer, _MARK, self)
 
-    # --- who and what ---------------------------------------------------------------------------------------------
+    # --- ownership and plan ---------------------------------------------------------------------------------------
 
     def owns(self, number: int) -> bool:
-        """Whether this rank has the state of the parameter with this number."""
+        """Return whether this rank holds the state of the parameter with this number."""
         raise NotImplementedError
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def _present(self) -> list[int]:
-        """Numbers of the parameters that have gradients on any rank; renews the plan. Collective over the group."""
+        """Return the numbers of parameters with a gradient on any rank. Collective over the group.
+
+        Rebuilds the plan if the local storage has changed on any rank.
+        """
         self._current = params = self._params()
         self._held = {number: self._held_by(param) for number, param in enumerate(params) if not param.is_meta}
         keys = {number: held.key for number, held in self._held.items()}
@@ -178,12 +181,12 @@ class WholeUpdates:
         self._places = {}
 
     def _shapes(self) -> dict[int, tuple[int, ...]]:
-        """Of the parameters that ranks of the group have, by number."""
+        """Return the global shapes of the parameters that ranks of the group hold, by number."""
         return {number: tuple(param.shape) for number, param in enumerate(self._params())}
 
     @property
     def plan(self) -> OwnerPlan:
-        """Which boxes travel, as of the latest step."""
+        """The plan of the boxes to send, as of the latest step."""
         if self._plan is None:
             raise RuntimeError("The plan is made when a step begins.")
         return self._plan
@@ -191,7 +194,7 @@ class WholeUpdates:
     # --- exchanges ------------------------------------------------------------------------------------------------
 
     def _exchange(self, moves: Iterable[Move], wholes: Mapping[tuple[int, Kind], Tensor]) -> PackedExchange:
-        """Begin to move boxes between what ranks hold and whole tensors. Collective over the group."""
+        """Launch the moves of boxes between local storage and unsharded tensors. Collective over the group."""
         outgoing, incoming = [], []
         for move in moves:
             to_whole = move.kind != "writes"
@@ -200,7 +203,7 @@ class WholeUpdates:
             whole = _box_of(wholes[move.number, move.kind], move) if ends[to_whole] else None
             values, place = (held, whole) if to_whole else (whole, held)
             if values is not None and place is not None and values.data_ptr() == place.data_ptr():
-                # Updated where it lies.
+                # Updated in place.
                 continue
             if values is not None:
                 outgoing.append(Parcel(move.target, values))
@@ -211,7 +214,7 @@ class WholeUpdates:
         return exchange
 
     def _own_box(self, move: Move) -> Tensor:
-        """This rank's view of a box; where it lies is worked out once."""
+        """Return this rank's view of a box; positions are cached."""
         held, at = self._held[move.number], (move.number, move.kind)
         values = held.values(move.kind)
         places = self._places.get(at)
@@ -225,12 +228,12 @@ class WholeUpdates:
             return self._own_device
         if self._held:
             return next(iter(self._held.values())).read.like.device
-        # A rank that knows none sends and receives nothing, where the others send from.
+        # A rank without parameters takes part in collectives with empty messages, on the group's device.
         kinds = device_types(self.group)
         return kinds[0] if kinds and torch.device("cpu") not in kinds else torch.device("cpu")
 
     def _where_it_lies(self, number: int, kind: Kind) -> Tensor | None:
-        """A kind of values that this rank has whole, in memory of its own; None if others have parts."""
+        """Return this rank's view of values that it holds unsharded; None if it does not, or dtype or device differ."""
         moves = self.plan.gather(number, kind, self.rank)
         if len(moves) != 1 or moves[0].source != self.rank:
             return None
@@ -244,7 +247,7 @@ class WholeUpdates:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def slots(self) -> Slots:
-        """Whole state on the ranks that have it, group by group."""
+        """Return the slots of unsharded state, group by group; a slot is ``here`` on ranks that hold its state."""
         numbers = iter(range(len(self._params())))
         steps_on = None if self._hosted is None else self._hosted.device
         keep = None if self._hosted is None else self._hosted.keep
@@ -257,7 +260,7 @@ class WholeUpdates:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of one process on the group's first rank; without state elsewhere. Collective over it."""
+        """Return the single-process state dict on the group's first rank, without state elsewhere. Collective."""
         alone = self.group.size() == 1
         exchange: Coordinator = SingleCoordinator() if alone else GroupCoordinator(self.group)
         state = assemble_optimizer(0, self.optimizer, self.slots(), {}, exchange)
@@ -267,7 +270,7 @@ class WholeUpdates:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of the parameters that this rank owns from a state dict of one process. Not collective.
+        """Load the state of the parameters that this rank owns from a single-process state dict. Not collective.
 
         Raises:
             ValueError: If the parameter groups differ in number or size.
@@ -295,7 +298,7 @@ class WholeUpdates:
             self._hosted.wait()
 
     def settle(self) -> None:
-        """Bring state, just loaded from a checkpoint, to where it is kept. Not collective."""
+        """Move state that was just loaded from a checkpoint to its offload location. Not collective."""
         if self._hosted is None:
             return
         for param in [key for key in self.optimizer.state if isinstance(key, Tensor)]:
@@ -303,7 +306,7 @@ class WholeUpdates:
         self._hosted.wait()
 
     def _forget_others(self) -> None:
-        """Drop state that an optimizer made in its constructor for parameters of other owners."""
+        """Drop state that the optimizer's constructor created for parameters with other owners."""
         for number, param in enumerate(self._params()):
             if not self.owns(number):
                 self.optimizer.state.pop(param, None)
@@ -314,18 +317,18 @@ class WholeUpdates:
                 )
 
     def describe(self) -> str:
-        """What the updates take, for the log."""
+        """Return a description of the updates and their cost, for the log."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Where boxes lie in a tensor of one shape and strides.
+    """Positions of boxes in a tensor of a given shape and strides.
 
     Attributes:
-        shape: Of the tensor.
-        strides: Its strides.
-        boxes: By box its sizes and strides, and how far behind the tensor's first element it begins.
+        shape: Shape of the tensor.
+        strides: Strides of the tensor.
+        boxes: Maps a box to its sizes, its strides, and its storage offset relative to the tensor's first element.
     """
 
     shape: torch.Size
@@ -354,21 +357,21 @@ class _Places:
 
 
 def updates_of(optimizer: Optimizer) -> WholeUpdates | None:
-    """What puts an optimizer's tensors together, if it is not elementwise and they lie in parts."""
+    """Return the updates object of an optimizer that steps on unsharded tensors; None for other optimizers."""
     found: WholeUpdates | None = getattr(optimizer, _MARK, None)
     return found
 
 
 def forget_updates(optimizer: Optimizer) -> None:
-    """The optimizer holds whole parameters, and whole state, from now on: it steps as it was made."""
+    """Restore the optimizer's own ``step``, once it holds unsharded parameters and state."""
     if optimizer.__dict__.pop(_MARK, None) is not None:
         optimizer.__dict__.pop("step", None)
 
 
 def twin_of(param: nn.Parameter, values: Tensor, grad: Tensor | None = None) -> nn.Parameter:
-    """A whole parameter that an optimizer takes for the user's own."""
+    """Return an unsharded parameter that replaces the user's parameter in an optimizer."""
     twin = nn.Parameter(values, requires_grad=param.requires_grad)
-    # Optimizers are told by attributes which parameters are special.
+    # Copy the user's attributes, which an optimizer may read.
     marked(twin, marks_of(param)).grad = grad
     return twin
 

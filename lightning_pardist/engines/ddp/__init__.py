@@ -1,4 +1,4 @@
-"""DDP engine: gradients averaged in buckets, overlapped with backward."""
+"""DDP engine: bucketed gradient all-reduce, overlapped with backward."""
 
 from lightning_pardist.engines.ddp.buffers import BufferSync
 from lightning_pardist.engines.ddp.compression import PowerSGD, compression_hook

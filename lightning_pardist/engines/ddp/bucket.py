@@ -14,13 +14,13 @@ _MB = 2**20
 
 
 class Bucket:
-    """Gradients of some parameters of one dtype and device as views of one flat buffer.
+    """Gradients of parameters of one dtype and device, as views of one flat buffer.
 
-    The buffer ends with one element a parameter, a flag that says whether this rank has a gradient for it. Reduced
-    together with the gradients, a flag of zero means that no rank had one; such a parameter keeps ``grad=None``, as it
-    would on one process, and neither weight decay nor momentum moves it.
+    The buffer ends with one flag element per parameter that indicates whether this rank has a gradient for it. The
+    flags are reduced together with the gradients; a reduced flag of zero means that no rank has a gradient. Such a
+    parameter keeps ``grad=None``, as on a single process, so that weight decay and momentum do not change it.
 
-    Of parameters that are split over tensor ranks the bucket holds this rank's parts.
+    For parameters that are sharded over tensor ranks, the bucket holds the gradients of this rank's shards.
 
     Attributes:
         params: The parameters, in the order in which backward is expected to reach them.
@@ -37,7 +37,7 @@ class Bucket:
         self._views: list[Tensor] = []
         offset = 0
         for part in parts:
-            # Strided like the parameter where it is dense (channels-last weights), as autograd would make it.
+            # Strided like a dense parameter (channels-last weights), as autograd would create the gradient.
             piece = self.buffer[offset : offset + part.numel()]
             self._views.append(view_like(piece, part))
             offset += part.numel()
@@ -46,7 +46,7 @@ class Bucket:
 
     @property
     def views(self) -> list[Tensor]:
-        """The parameters' gradients in the buffer, each in its parameter's shape."""
+        """The gradients' views of the buffer, each in its parameter's local shape."""
         return self._views
 
     @property
@@ -56,11 +56,11 @@ class Bucket:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether any of the parameters takes part in training at this moment."""
+        """Whether any of the parameters requires a gradient at this moment."""
         return any(param.requires_grad for param in self.params)
 
     def adopt(self, index: int, scale: float) -> None:
-        """Move parameter ``index``'s gradient into the buffer, times ``scale``, and let ``grad`` be its view there."""
+        """Copy parameter ``index``'s gradient, times ``scale``, into the buffer, and set ``grad`` to its view."""
         param, view = self.params[index], self.views[index]
         if param.grad is None:
             raise RuntimeError("adopt() needs a gradient")
@@ -78,13 +78,13 @@ class Bucket:
         param.grad = wrapped_like(view, param)
 
     def mark_ready(self, index: int) -> None:
-        """Note that parameter ``index``'s gradient for this step is in the buffer."""
+        """Record that parameter ``index``'s gradient for this step is in the buffer."""
         if not self.ready[index]:
             self.ready[index] = True
             self.pending -= 1
 
     def fill(self, scale: float) -> None:
-        """Complete the buffer: adopt gradients that are there, zeros for the rest, and set the flags."""
+        """Complete the buffer: copy the remaining gradients, zero the missing ones, and set the flags."""
         if self.pending:
             for index, done in enumerate(self.ready):
                 if done:
@@ -100,9 +100,9 @@ class Bucket:
             self.flags.fill_(1.0)
 
     def release(self) -> None:
-        """Hand the reduced gradients to the parameters and make ready for the next step."""
+        """Set ``grad`` of parameters without a local gradient from the reduced buffer, and reset for the next step."""
         if self.pending:
-            # Only a rank that lacks a gradient itself has to look whether another one had it.
+            # The flags are read, which synchronizes, only on a rank with missing gradients.
             for index, (done, flag) in enumerate(zip(self.ready, self.flags.tolist(), strict=True)):
                 if not done:
                     param = self.params[index]
@@ -110,11 +110,11 @@ class Bucket:
         self.reset()
 
     def held_bytes(self) -> int:
-        """Bytes of gradients that the bucket holds at this moment."""
+        """Return the bytes of the bucket's buffer."""
         return self.buffer.numel() * self.buffer.element_size()
 
     def reset(self) -> None:
-        """Forget which gradients are in the buffer."""
+        """Mark all gradients as not in the buffer."""
         self.ready = [False] * len(self.params)
         self.pending = len(self.params)
 
@@ -122,12 +122,12 @@ class Bucket:
 def partition(
     params: Iterable[nn.Parameter], *, bucket_size_mb: float, first_bucket_size_mb: float
 ) -> list[list[nn.Parameter]]:
-    """Group parameters, in the order given, into runs of one dtype and device of about ``bucket_size_mb`` each.
+    """Group parameters, in the given order, into runs of one dtype and device of about ``bucket_size_mb`` each.
 
     Args:
-        params: In the order in which backward is expected to reach them.
-        bucket_size_mb: A run is closed once it holds this many MiB.
-        first_bucket_size_mb: The same for the first run of every dtype and device, smaller so that the first
+        params: Parameters in the order in which backward is expected to reach them.
+        bucket_size_mb: Size in MiB at which a run is closed.
+        first_bucket_size_mb: The same for the first run of every dtype and device; smaller, so that the first
             collective starts early in backward.
     """
     runs: list[list[nn.Parameter]] = []
@@ -150,7 +150,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def view_like(piece: Tensor, param: Tensor) -> Tensor:
-    """``piece``, flat, as a tensor of ``param``'s shape, channels last where ``param`` is."""
+    """Return a view of the flat ``piece`` in ``param``'s shape, in channels-last format if ``param`` is."""
     memory_format = _CHANNELS_LAST.get(param.dim())
     if memory_format is not None and param.is_contiguous(memory_format=memory_format):
         return piece.as_strided(param.size(), param.stride())
@@ -158,7 +158,7 @@ def view_like(piece: Tensor, param: Tensor) -> Tensor:
 
 
 def flat_like(values: Tensor, param: Tensor) -> Tensor:
-    """``values``, of ``param``'s shape, flat and in the order that :func:`view_like` has."""
+    """Flatten ``values``, of ``param``'s shape, in the element order of :func:`view_like`."""
     memory_format = _CHANNELS_LAST.get(param.dim())
     if memory_format is None or not param.is_contiguous(memory_format=memory_format):
         memory_format = torch.contiguous_format

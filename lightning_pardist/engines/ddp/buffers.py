@@ -1,4 +1,4 @@
-"""Broadcasts buffers (running statistics, code books) from the first rank when they are about to be read."""
+"""Broadcast of module buffers (running statistics, code books) from the first rank before they are read."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 class BufferSync:
-    """Broadcasts of the first rank's buffers.
+    """Synchronises a module's buffers with the first rank.
 
-    torch DDP sends every buffer before every training forward. Two kinds need not travel that often. Running
-    statistics of normalisation layers are not read in training, so they are sent when somebody may look: before
-    evaluation and before a checkpoint. Constants (causal masks, position ids) are sent once, at the start. What is
-    left, buffers that a step changes and a later step reads, is sent before every training step. Which buffers change
-    is observed over a step and agreed on by all ranks, at the first step and again by :meth:`observe`.
+    torch DDP broadcasts every buffer before every training forward. Two kinds need fewer broadcasts. Running statistics
+    of normalisation layers are not read in training, so they are sent before evaluation and before a checkpoint.
+    Constants (causal masks, position ids) are sent once, at the start. The remaining buffers, which a step changes and
+    a later step may read, are sent before every training step. The set of changing buffers is observed during the first
+    step and synchronised across ranks; :meth:`observe` repeats this.
 
     Args:
-        module: Whose buffers are kept equal.
+        module: The module whose buffers are synchronised.
         group: The data axis' process group.
     """
 
@@ -40,7 +40,7 @@ class BufferSync:
         }
         self.module = module
         self._statistics = statistics
-        #: Buffers that were not alike on all ranks after the step that was watched, before they were sent.
+        #: Names of buffers that differed between ranks after the observed step, before they were sent.
         self.differing: list[str] = []
         self._live: list[str] = []
         self._versions: dict[str, tuple[int, int]] | None = None
@@ -48,18 +48,18 @@ class BufferSync:
             self._versions = self._current_versions()
 
     def observe(self) -> None:
-        """Watch the next step and agree anew on which buffers change. Call it on every rank at the same step."""
+        """Observe the next step to find the buffers that change. Must be called on every rank at the same step."""
         if self.group.size() > 1:
             self._versions = self._current_versions()
 
     def before_training_step(self) -> None:
-        """Send what the last step changed and this one may read. Collective over the group if there is any."""
+        """Broadcast the buffers that change during training. Collective over the group if there are any."""
         if self._live:
             named = dict(self.module.named_buffers(remove_duplicate=False))
             broadcast_tensors([named[name] for name in self._live if name in named], group=self.group)
 
     def after_training_step(self) -> None:
-        """Agree on the buffers that change, if the step was watched. Collective over the group then."""
+        """Synchronise the set of changing buffers, if the step was observed. Collective over the group then."""
         if self._versions is None:
             return
         before, self._versions = self._versions, None
@@ -78,7 +78,7 @@ class BufferSync:
         self.differing = self._find_differing([each for each in live if each.is_everywhere])
 
     def _find_differing(self, buffers: list[AgreedBuffer]) -> list[str]:
-        """Those that ranks have different values of. Collective over the group if there are any."""
+        """Return the names of buffers whose values differ between ranks. Collective over the group if there are any."""
         buffers = [each for each in buffers if own_part(each.tensor).layout is torch.strided]
         numbers = [own_part(each.tensor).detach() for each in buffers]
         if not numbers:
@@ -90,7 +90,7 @@ class BufferSync:
         return [each.name for each, flag in zip(buffers, differ, strict=True) if flag]
 
     def synchronize(self) -> None:
-        """Send all buffers: before evaluation and before a checkpoint. Collective over the group."""
+        """Broadcast all buffers, before evaluation and before a checkpoint. Collective over the group."""
         if self.group.size() > 1:
             self._send(agree_on_buffers(self.module, group=self.group))
 
@@ -110,7 +110,7 @@ class BufferSync:
 
 
 def _fingerprint(values: Tensor) -> Tensor:
-    """Two sums that are as good as never the same for other values, or the same in another order; shape ``[2]``."""
+    """Return two checksums, shape ``[2]``, that almost never match for different or permuted values."""
     flat = (torch.view_as_real(values) if values.is_complex() else values).double().reshape(-1)
     return torch.stack(
         [flat.sum(), flat @ torch.linspace(1.0, 2.0, flat.numel(), dtype=flat.dtype, device=flat.device)]
@@ -118,11 +118,11 @@ def _fingerprint(values: Tensor) -> Tensor:
 
 
 def broadcast_module(module: nn.Module, *, group: dist.ProcessGroup) -> None:
-    """Overwrite parameters and buffers with those of the first rank of ``group``. Collective over it.
+    """Overwrite parameters and buffers with those of the first rank of ``group``. Collective over ``group``.
 
     Args:
-        module: Built alike on every rank; what is on ``meta`` has no values to send.
-        group: Who takes part.
+        module: The module, built identically on every rank; tensors on ``meta`` are skipped.
+        group: The participating ranks.
     """
     tensors = itertools.chain(module.parameters(), module.buffers())
     broadcast_tensors((tensor.detach() for tensor in tensors if not tensor.is_meta), group=group)
@@ -133,9 +133,9 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup, gr
     """Overwrite ``tensors`` with those of one rank, in large flat messages. Collective over ``group``.
 
     Args:
-        tensors: Same number, shapes and dtypes on every rank; of DTensors this rank's parts are meant.
-        group: Who takes part.
-        group_src: The rank in ``group`` whose values are taken.
+        tensors: Tensors of the same number, shapes and dtypes on every rank; for DTensors, the local parts.
+        group: The participating ranks.
+        group_src: The rank in ``group`` whose values are broadcast.
     """
     _in_flat_messages(tensors, lambda flat: dist.broadcast(as_bytes(flat), group_src=group_src, group=group))
 
@@ -143,10 +143,12 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup, gr
 def average_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
     """Overwrite ``tensors`` with their mean over ``group``, in large flat messages. Collective over ``group``.
 
+    Sends ``2 Psi (n-1)/n`` elements per rank for ``Psi`` elements on ``n`` ranks.
+
     Args:
-        tensors: Of floating or complex dtype; same number, shapes and dtypes on every rank; of DTensors this rank's
-            parts are meant.
-        group: Who takes part. Sends ``2 Psi (n-1)/n`` per rank for ``Psi`` elements on ``n`` ranks.
+        tensors: Tensors of floating or complex dtype, of the same number, shapes and dtypes on every rank; for
+            DTensors, the local parts.
+        group: The participating ranks.
     """
 
     def average(flat: Tensor) -> None:
@@ -157,12 +159,13 @@ def average_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup) -> N
 
 
 def tensors_of_nobody(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """What ranks that train apart have to average beside what optimizers have: buffers, and parameters that steps or
-    hooks write to (momentum teachers). Of floating or complex dtype.
+    """Return the tensors to average under local training that no optimizer holds, of floating or complex dtype.
+
+    These are buffers, and parameters written by steps or hooks (momentum teachers).
 
     Args:
-        module: Trained on each of the ranks.
-        optimizers: All of its optimizers.
+        module: The module that is trained on each rank.
+        optimizers: All optimizers of the module.
     """
     held = {param for one in optimizers for group in one.param_groups for param in group["params"]}
     tensors = itertools.chain((param for param in module.parameters() if param not in held), module.buffers())
@@ -170,7 +173,7 @@ def tensors_of_nobody(module: nn.Module, optimizers: Iterable[Optimizer]) -> lis
 
 
 def _in_flat_messages(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:
-    """Run tensors of a kind through ``exchange`` together, which changes a flat copy of them in place."""
+    """Concatenate tensors of one dtype and device, apply the in-place ``exchange`` to the copy, and copy back."""
     chunk: list[Tensor] = []
     size = 0
     key: tuple[torch.dtype, torch.device] | None = None

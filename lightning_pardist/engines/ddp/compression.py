@@ -1,4 +1,4 @@
-"""Gradient compression by torch's own DDP communication hooks, on CPU as well as on GPU."""
+"""Gradient compression with torch's DDP communication hooks, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class PowerSGD:
 
     Attributes:
         rank: Rank of the approximation; 1 to 4 are usual. Doubling it doubles the traffic.
-        start_step: Steps of plain averaging before compression starts; the first ones matter most. At least 2.
-        min_compression_rate: A matrix is compressed only if that makes it this many times smaller.
+        start_step: Number of steps with plain averaging before compression starts; early steps are the most sensitive.
+            At least 2.
+        min_compression_rate: A matrix is compressed only if that reduces its size at least by this factor.
     """
 
     rank: int = 1
@@ -41,7 +42,7 @@ class PowerSGD:
 
 
 class HookBucket:
-    """What a communication hook sees of a bucket: torch's ``GradBucket``, which Python cannot construct."""
+    """Bucket with the interface of torch's ``GradBucket``, which cannot be constructed in Python, for hooks."""
 
     def __init__(self, bucket: Bucket, *, index: int, is_last: bool) -> None:
         self._bucket = bucket
@@ -50,42 +51,42 @@ class HookBucket:
         self._is_last = is_last
 
     def buffer(self) -> Tensor:
-        """The flat gradients, shape ``[numel]``."""
+        """Return the flat gradients, shape ``[numel]``."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Let ``buffer`` stand in for the gradients from here on (torch's wrappers do)."""
+        """Replace the flat gradients by ``buffer`` (used by torch's hook wrappers)."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """The gradients one by one, in the parameters' shapes."""
+        """Return the gradients as views of the buffer, in the parameters' local shapes."""
         parts = [own_part(param) for param in self._bucket.params]
         pieces = self._buffer.split([part.numel() for part in parts])
         return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters, in the order of :meth:`gradients`."""
+        """Return the parameters, in the order of :meth:`gradients`."""
         return list(self._bucket.params)
 
     def index(self) -> int:
-        """Position of this bucket among those of the step."""
+        """Return the index of this bucket in the step."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether this bucket is the last of the step."""
+        """Return whether this bucket is the last of the step."""
         return self._is_last
 
 
 def compression_hook(
     compression: Compression | PowerSGD, *, group: dist.ProcessGroup, from_start: bool = False
 ) -> tuple[CommunicationHook, Any]:
-    """The communication hook and its state for a named compression.
+    """Return the communication hook and its state for a named compression.
 
     Args:
         compression: ``"bf16"`` and ``"fp16"`` halve fp32 traffic, ``"powersgd"`` (with its defaults) or a
             :class:`PowerSGD` sends low-rank factors.
         group: The data axis' process group.
-        from_start: Whether compression starts with the second step, whatever :attr:`PowerSGD.start_step` says.
+        from_start: Whether compression starts with the second step, regardless of :attr:`PowerSGD.start_step`.
 
     Raises:
         ValueError: If the name is unknown.
@@ -106,7 +107,7 @@ def compression_hook(
             min_compression_rate=compression.min_compression_rate,
         )
         if from_start:
-            # The first one knows other buckets, which are made anew in the order of gradients.
+            # Not in the first step: its buckets are rebuilt afterwards in the order of gradients.
             state.iter = compression.start_step - 1
         return power_sgd.powerSGD_hook, state
     raise ValueError(

@@ -1,15 +1,15 @@
-"""Average gradients over the data axis while backward runs, with no wrapper around the module.
+"""Average gradients over the data axis during backward, without a wrapper around the module.
 
 [Note: what may be launched during backward]
-Every rank must issue the same collectives in the same order, whatever its samples made of the autograd graph. So the
-buckets have one order, a bucket is launched only after its predecessor, and whatever backward has not completed by its
-end is completed then, with zeros. A parameter that took no part costs nothing but these zeros: no graph is walked, and
-a parameter used on one rank and not on another is right.
+Every rank must issue the same collectives in the same order, regardless of its autograd graph. Buckets therefore have a
+fixed order, a bucket is launched only after its predecessor, and buckets that are incomplete at the end of backward are
+completed with zeros. Unused parameters cost only these zeros: the graph is not traversed, and a parameter that is used
+on some ranks only gets the correct gradient.
 
-A leaf's gradient is accumulated once in a backward, so its hook says that it is final, with two exceptions: reentrant
+A leaf's gradient is accumulated once per backward, so its hook marks it as final, with two exceptions: reentrant
 activation checkpointing runs nested backwards that each add to it, and user code may call ``backward`` more often than
-the one call that the reducer was told of. Both run under another autograd graph task than the announced one. Their
-gradients are not counted as ready, and are reduced at the end, when nothing more can come.
+announced to the reducer. Both run under another autograd graph task than the announced one. Their gradients are not
+marked as ready, and are reduced at the end, when they are complete.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from lightning_pardist.local_tensors import own_part
 
 
 class GradientReducer:
-    """Gradients synchronised over the data axis while backward runs, for parameters that are whole on every rank.
+    """Gradient averaging over the data axis during backward, for parameters that are replicated on every rank.
 
-    Life cycle: construct once the module is on its device; :meth:`backward` around every backward; gradients are the
-    average over the group when it ends, unless it ran under :meth:`no_sync`; :meth:`detach` at the end.
+    Life cycle: construct once the module is on its device; run every backward inside :meth:`backward`, after which
+    gradients are averaged over the group, unless it ran under :meth:`no_sync`; call :meth:`detach` at the end.
 
     With :class:`~lightning_pardist.engines.ddp.transport.AllReduce` it sends ``2 Psi (N-1)/N`` per rank and
     step (Psi parameters, N ranks), the cost of a ring all-reduce.
 
     Args:
-        module: Its parameters are reduced; their values must agree over the group.
+        module: The module whose gradients are reduced; its parameters must be equal on all ranks of the group.
         transport: How buckets are synchronised, and over which group.
-        bucket_groups: Group of each parameter, for instance the index of its optimizer. Buckets do not mix groups,
-            so that one whose parameters are all frozen (``toggle_optimizer``) sends nothing.
-        bucket_size_mb: Size of a bucket. Larger ones use the wire better, smaller ones overlap earlier.
-        first_bucket_size_mb: Size of the first bucket.
-        overlap: Whether buckets are sent while backward still runs.
-        reorder: Whether buckets are ordered anew once the first backward has shown its order.
-        alone: Whether gradients go through buckets also where the group is this rank alone.
+        bucket_groups: Bucket group of each parameter, for instance the index of its optimizer. Buckets do not mix
+            groups, so that one whose parameters are all frozen (``toggle_optimizer``) sends nothing.
+        bucket_size_mb: Size of a bucket in MiB. Larger buckets use the bandwidth better, smaller ones overlap earlier.
+        first_bucket_size_mb: Size of the first bucket in MiB.
+        overlap: Whether buckets are sent during backward.
+        reorder: Whether buckets are rebuilt in the order of the first backward.
+        alone: Whether to use buckets even if the group consists of this rank only.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GradientReducer:
         self.overlap = overlap
         self.alone = alone
         self.buckets: list[Bucket] = []
-        #: Whether gradients were averaged since :meth:`step_done` was called last.
+        #: Whether gradients were averaged since the last call of :meth:`step_done`.
         self.is_reduced = False
         self._sync = True
         self._hands_off = False
@@ -95,7 +95,7 @@ class GradientReducer:
 
     @property
     def enabled(self) -> bool:
-        """Whether gradients go through buckets: there is somebody to average with, or it was asked for."""
+        """Whether gradients go through buckets: the group has several ranks, or ``alone`` is set."""
         return self.alone or self.group.size() > 1
 
     @property
@@ -105,7 +105,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients accumulate locally and nothing is sent; the next :meth:`backward` outside sends the sum."""
+        """Accumulate gradients locally, without communication; the next :meth:`backward` outside reduces the sum."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -114,11 +114,13 @@ class GradientReducer:
 
     @contextmanager
     def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
-        """Around the call that runs backward from ``loss``. Collective over the group, unless under :meth:`no_sync`.
+        """Reduce the gradients of the backward from ``loss`` that runs inside.
+
+        Collective over the group, unless under :meth:`no_sync`.
 
         Args:
             loss: The tensor that backward starts from.
-            overlap: False where user code decides what backward does, so that nothing may be sent before its end.
+            overlap: False if user code controls backward, so that buckets must not be sent before its end.
         """
         if not self.enabled:
             yield
@@ -143,10 +145,10 @@ class GradientReducer:
         self.reduce()
 
     def reduce(self) -> None:
-        """Average what is not averaged yet and hand it to the parameters. Collective over the group.
+        """Reduce all buckets that were not reduced yet and set the parameters' gradients. Collective over the group.
 
-        Called at the end of :meth:`backward`. Call it by hand on a rank whose step had no backward, so that the other
-        ranks' gradients reach it and they need not wait.
+        Called at the end of :meth:`backward`. Must be called explicitly on a rank whose step had no backward, so that
+        it receives the other ranks' gradients and does not block them.
         """
         if not self.enabled:
             return
@@ -166,12 +168,12 @@ class GradientReducer:
             self._rebuild(self._order)
 
     def step_done(self) -> None:
-        """Tell that the optimizer has stepped: the next step's gradients are not averaged yet."""
+        """Reset :attr:`is_reduced` after an optimizer step: the next step's gradients are not averaged yet."""
         self.is_reduced = False
 
     @contextmanager
     def defer_reduction(self) -> Iterator[None]:
-        """Backward passes inside leave their gradients in ``.grad``; :meth:`reduce` takes them up."""
+        """Leave the gradients of backward passes inside in ``.grad``, for a later :meth:`reduce`."""
         before, self._hands_off = self._hands_off, True
         try:
             yield
@@ -181,9 +183,9 @@ class GradientReducer:
     def grad_power(
         self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
     ) -> Tensor:
-        """Sum of powers of the gradients of some parameters. They agree on all ranks.
+        """Return the sum of powers of the reduced gradients of some parameters; equal on all ranks of the group.
 
-        Collective over the group where some parameters are not held by all of it.
+        Collective over the group if some parameters are not replicated on all of its ranks.
         """
         params = list(params)
         device = next((param.device for param in params if not param.is_meta), torch.device("cpu"))
@@ -197,33 +199,33 @@ class GradientReducer:
             own = sum_of_powers(
                 self.local_grads(p for p in held if narrower.get(p) is group), norm_type, device=device
             ).to(total.dtype)
-            # Every rank of the narrower group has the same.
+            # The gradients are replicated in the narrower group: each of its ranks contributes its share.
             own = own if largest else own / group.size()
             dist.all_reduce(own, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
             total = torch.maximum(total, own) if largest else total + own
         return total
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
-        """This rank's part of the gradients of some parameters. Not collective."""
+        """Return this rank's local parts of the gradients of some parameters. Not collective."""
         return [own_part(param.grad) for param in params if param.grad is not None]
 
     def zero_grad(self) -> None:
-        """Nothing to do: gradients live in the parameters."""
+        """Do nothing: gradients are stored in the parameters' ``.grad``."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict, whole on every rank; of one that shards its state itself, on the first one."""
+        """Return the optimizer's full state dict; only on the global rank 0 if the optimizer shards its own state."""
         if not hasattr(optimizer, "consolidate_state_dict"):
             return optimizer.state_dict()
-        # torch's ZeroRedundancyOptimizer, say. Collective.
+        # Such as torch's ZeroRedundancyOptimizer. Collective.
         optimizer.consolidate_state_dict()
         return optimizer.state_dict() if dist.get_rank() == 0 else {}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a state dict of one process."""
+        """Load a single-process state dict."""
         optimizer.load_state_dict(state)
 
     def detach(self) -> None:
-        """Remove every hook and let the gradients go. Not collective."""
+        """Remove all hooks and drop the buckets. Not collective."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -232,14 +234,14 @@ class GradientReducer:
         self._abandon()
 
     def slots(self, optimizer: Optimizer) -> Slots:
-        """Every parameter itself."""
+        """Return the optimizer's slots: it updates the parameters themselves."""
         return whole_slots(optimizer)
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Nothing to do: state is kept where it was put."""
+        """Do nothing: optimizer state is not moved."""
 
     def held_bytes(self) -> int:
-        """Bytes of gradient buffers on this rank."""
+        """Return the bytes of gradient buckets on this rank."""
         return sum(bucket.held_bytes() for bucket in self.buckets)
 
     # --- one backward -------------------------------------------------------------------------------------------
@@ -261,12 +263,12 @@ class GradientReducer:
         if self._hands_off:
             return
         if not self._sync:
-            # At home in the bucket at once: accumulating needs no second copy of the gradients.
+            # Move it into the bucket at once, so that accumulation needs no second copy of the gradients.
             bucket.adopt(index, 1.0)
             return
         if self._root_task is None:
             if not self._active and not self._callback_queued:
-                # loss.backward() that nobody announced (manual optimization without manual_backward).
+                # loss.backward() without an announcement (manual optimization without manual_backward).
                 self._callback_queued = True
                 after_backward(self._reduce_unannounced)
             return
@@ -294,7 +296,7 @@ class GradientReducer:
     # --- buckets ------------------------------------------------------------------------------------------------
 
     def _add_new_parameters(self) -> None:
-        """Put parameters that have come to require a gradient (unfrozen layers) into buckets of their own."""
+        """Create buckets for parameters that newly require a gradient (unfrozen layers)."""
         sparse = {id(param) for param in self._sparse}
         fresh = [
             param
@@ -302,7 +304,7 @@ class GradientReducer:
             if param.requires_grad and not param.is_meta and param not in self._slots and id(param) not in sparse
         ]
         if fresh:
-            # Backward runs in about the reverse order of registration.
+            # Backward runs roughly in the reverse order of registration.
             self._build(list(reversed(fresh)))
             self._handles.extend(param.register_post_accumulate_grad_hook(self._on_grad) for param in fresh)
 
@@ -320,7 +322,7 @@ class GradientReducer:
                 self._slots.update({param: (bucket, index) for index, param in enumerate(run)})
 
     def _rebuild(self, reached: Sequence[Tensor]) -> None:
-        """Order the buckets as rank 0's first backward reached the parameters. Collective over the group."""
+        """Rebuild the buckets in the order of the first backward on the first rank. Collective over the group."""
         self._order = None
         current = [param for bucket in self.buckets for param in bucket.params]
         if not current:

@@ -1,4 +1,4 @@
-"""Finds parameters that a step itself sets, by each rank's own samples, and makes them the first rank's again."""
+"""Detect parameters that a step sets from each rank's own samples, and reset them to the first rank's values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_pardist.engines.ddp.buffers import broadcast_tensors
 
 
 class SetParameters:
-    """Watches one step for parameters that it gives other values on each rank.
+    """Detects parameters that one step sets to different values on the ranks.
 
-    A layer that is initialized by the first batch it sees (ActNorm, weight normalization by data) leaves replicas that
-    no later step brings together again: gradients are averaged, values are not.
+    A layer that is initialized from its first batch (ActNorm, data-dependent weight normalization) makes replicas
+    diverge permanently, because gradients are averaged and values are not.
 
     Args:
-        module: Before the step. Parameters that ranks hold parts of are left alone.
-        group: Ranks that hold the same parameters and see different samples.
+        module: The module, before the step. Sharded parameters are ignored.
+        group: Ranks that hold the same parameters and process different samples.
     """
 
     def __init__(self, module: nn.Module, *, group: dist.ProcessGroup) -> None:
@@ -29,7 +29,7 @@ class SetParameters:
         self._before = self._sums()
 
     def end(self) -> list[str]:
-        """Take the first rank's values of what the step has set to different ones. Collective over the group.
+        """Broadcast the first rank's values of parameters that the step made differ. Collective over the group.
 
         Returns:
             The names of these parameters.
@@ -43,12 +43,12 @@ class SetParameters:
         highest, lowest, was_set = largest.split([FINGERPRINT_SIZE, FINGERPRINT_SIZE, 1], dim=1)
         differ = (highest != -lowest).any(1) & (was_set.squeeze(1) > 0)
         names = [name for name, flag in zip(self._parameters, differ.tolist(), strict=True) if flag]
-        # By .data: the step's graph may hold what is overwritten, and its backward is still to come.
+        # Write through .data: the step's graph, whose backward has not run yet, may have saved the parameter.
         broadcast_tensors([self._parameters[name].data for name in names], group=self._group)
         return names
 
     def _sums(self) -> Tensor:
-        """What tells values from others; shape ``[parameters, 3]``."""
+        """Return the fingerprints of the parameters, shape ``[parameters, 3]``."""
         rows = [fingerprint(each.detach()) for each in self._parameters.values()]
         return torch.stack(rows) if rows else torch.zeros(0, FINGERPRINT_SIZE)
 
@@ -60,7 +60,7 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
 
 
 def differing_values(names: list[str]) -> str:
-    """What is to be said of parameters that ranks have set to different values."""
+    """Return the message about parameters that were set to different values on the ranks."""
     return (
         f"The training step sets parameters by each rank's own samples ({', '.join(names)}), where one process"
         " would set them by those of all. The first rank's values are taken, so that all ranks have the same."
@@ -69,7 +69,7 @@ def differing_values(names: list[str]) -> str:
 
 
 def cast_parameter(name: str, before: torch.dtype, now: torch.dtype) -> str:
-    """What is to be said of a parameter that a step has cast (``layer.to(dtype)`` in ``forward``)."""
+    """Return the message about a parameter whose dtype a step has changed (``layer.to(dtype)`` in ``forward``)."""
     return (
         f"{name} is {before} and a step casts it to {now}: ranks have agreed on memory for its gradients by then. Keep"
         " one dtype (another precision=, or float() of the layer's inputs alone), or use pardist_tp or pardist_pp."

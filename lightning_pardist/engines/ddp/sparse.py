@@ -1,4 +1,4 @@
-"""Averages sparse gradients (``nn.Embedding(sparse=True)``), which do not fit a flat bucket."""
+"""Average sparse gradients (``nn.Embedding(sparse=True)``), which do not fit into a flat bucket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_pardist.collectives import table_device
 
 
 def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Weights of layers that were built with ``sparse=True``, each once, in the order of registration."""
+    """Return the weights of layers built with ``sparse=True``, each once, in the order of registration."""
     layers = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
     return list({param: None for layer in layers for param in layer.parameters(recurse=False)})
 
@@ -20,7 +20,7 @@ def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
 def reduce_sparse(params: Sequence[nn.Parameter], *, group: dist.ProcessGroup) -> None:
     """Average the sparse gradients of ``params``. Collective over ``group``.
 
-    Sends each rank's rows to every rank; a parameter without a gradient on any rank keeps none.
+    All-gathers each rank's rows; a parameter without a gradient on any rank keeps ``grad=None``.
     """
     for param in params:
         if not param.requires_grad:
@@ -40,7 +40,7 @@ def _all_gather_rows(param: nn.Parameter, group: dist.ProcessGroup) -> Tensor | 
         grad = grad.coalesce()
         rows, values = grad.indices()[0], grad.values()
     world_size = group.size()
-    # -1 tells "no gradient here" from "a gradient without rows".
+    # -1 means no gradient on this rank, 0 a gradient without rows.
     count = torch.tensor([-1 if grad is None else rows.numel()], device=table_device(group, param.device))
     counts = [torch.empty_like(count) for _ in range(world_size)]
     dist.all_gather(counts, count, group=group)

@@ -1,4 +1,4 @@
-"""Ways to reduce a bucket of gradients."""
+"""Transports: how a bucket of gradients is reduced over a process group."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from typing_extensions import override
 from lightning_pardist.engines.ddp.bucket import Bucket
 from lightning_pardist.engines.ddp.compression import CommunicationHook, HookBucket
 
-#: Parameters whose gradients are summed over other ranks than those of the rest, and over which.
+#: Maps parameters whose gradients are summed over a different process group to that group.
 Narrower = Mapping[nn.Parameter, dist.ProcessGroup]
 
 
 class Transport(Protocol):
-    """Makes buckets and synchronises them over a group.
+    """Interface that creates buckets and synchronises them over a process group.
 
     Attributes:
-        group: Who takes part.
-        narrower: Parameters that others of the group do not hold (experts on ranks of their own): their gradients are
-            summed over fewer ranks, and over those that are not of the group and hold copies.
+        group: The participating ranks.
+        narrower: Parameters that not all ranks of ``group`` hold (experts of an expert-parallel layer), with the group
+            of ranks that hold copies, over which their gradients are summed. It may include ranks outside of ``group``.
     """
 
     group: dist.ProcessGroup
     narrower: Narrower = MappingProxyType({})
 
     def group_of(self, param: nn.Parameter) -> dist.ProcessGroup:
-        """Over which ranks a parameter's gradients are summed. Parameters of one bucket have the same."""
+        """Return the group over which a parameter's gradients are summed; the same for all parameters of a bucket."""
         return self.narrower.get(param, self.group)
 
     def scale_of(self, bucket: Bucket) -> float:
-        """Factor on each rank's gradients of a bucket before they are summed."""
+        """Return the factor applied to each rank's gradients of a bucket before the sum."""
         ...
 
     def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
-        """A bucket for these parameters."""
+        """Create a bucket for parameters."""
         ...
 
     def launch(self, bucket: Bucket, *, index: int, is_last: bool) -> Any:
-        """Send a complete bucket. Every rank launches the same buckets in the same order; returns without waiting."""
+        """Launch the reduction of a complete bucket, asynchronously. All ranks launch the same buckets in one order."""
         ...
 
     def finish(self, bucket: Bucket, work: Any) -> None:
-        """Wait until what :meth:`launch` began is in the bucket."""
+        """Wait for the reduction started by :meth:`launch`, whose result is then in the bucket."""
         ...
 
     def finish_all(self, buckets: Sequence[Bucket]) -> None:
-        """All buckets of the step are finished. Collective."""
+        """Complete the step, after all its buckets are finished. Collective."""
         ...
 
 
 class AllReduce(Transport):
-    """All-reduce mean; one collective a bucket carries gradients and used-parameter flags.
+    """Mean by all-reduce; one collective per bucket sends gradients and used-parameter flags.
 
     Args:
         group: The data axis' process group.
@@ -90,7 +90,7 @@ class AllReduce(Transport):
 
 
 class HookedAllReduce(Transport):
-    """The mean by one of torch's DDP communication hooks, which divides by itself.
+    """Mean by one of torch's DDP communication hooks, which divides by the number of ranks itself.
 
     Args:
         group: The data axis' process group.
@@ -123,17 +123,17 @@ class HookedAllReduce(Transport):
 
     @override
     def finish_all(self, buckets: Sequence[Bucket]) -> None:
-        # A hook may only be given the gradients.
+        # The hook reduces the gradients only, so the flags are reduced separately.
         reduce_flags(buckets, group=self.group)
 
 
 def mean_scales(group: dist.ProcessGroup, narrower: Narrower) -> dict[dist.ProcessGroup, float]:
-    """For each group that sums gradients, the factor on those of a rank. Not collective.
+    """Return, for each group that sums gradients, the factor on each rank's gradients. Not collective.
 
     Args:
-        group: Ranks over whose samples gradients are means.
-        narrower: See :class:`Transport`. Where ranks of a group are not of ``group``, each of those that are has as
-            many copies, which see its samples.
+        group: Ranks over whose samples gradients are averaged.
+        narrower: See :class:`Transport`. If such a group contains ranks outside of ``group``, these process the samples
+            of its ranks inside as well, and the factor is divided by the number of copies per inside rank.
     """
     members = set(dist.get_process_group_ranks(group))
     scales = {group: 1.0 / group.size()}
@@ -144,7 +144,7 @@ def mean_scales(group: dist.ProcessGroup, narrower: Narrower) -> dict[dist.Proce
 
 
 def reduce_flags(buckets: Sequence[Bucket], *, group: dist.ProcessGroup) -> None:
-    """Sum the flags of all buckets in one small reduction. Collective over ``group``."""
+    """Sum the flags of all buckets in one small all-reduce. Collective over ``group``."""
     if not buckets:
         return
     flags = torch.cat([bucket.flags.float() for bucket in buckets])
