@@ -21,9 +21,9 @@ from torch import Tensor
 from lightning_pardist.collectives import all_gather_flat
 from lightning_pardist.compat.fake_group import backend_of
 
-#: Tags of messages on the group's connections, which users' own messages (0 and up) hardly have. The size of a message
-#: is added: gloo ends a process that receives more than it expects, whereas messages of unequal tags never meet, and
-#: the watchdog reports where ranks wait.
+#: Message tags, unlikely to collide with those of users' own messages (0 and up). The message size is added: gloo ends
+#: a process that receives more than it expects, whereas messages with different tags never match, and the watchdog
+#: reports where ranks wait.
 _GATHER_TAG, _SCATTER_TAG = 1 << 29, 1 << 30
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -138,7 +138,7 @@ def scatter_slices(whole: Tensor, *, group: dist.ProcessGroup) -> Reduction:
     works: list[Any] = []
     if whole.numel():
         peers, tag = _peers(group), _tag(_SCATTER_TAG, slices[0])
-        # In the order in which they are added.
+        # One row per peer, in rank order, the order of summation.
         rows = dict(zip(sorted(peers), received.unbind(0), strict=True))
         works = [dist.irecv(rows[peer], group=group, group_src=peer, tag=tag) for peer in peers]
         works += [dist.isend(slices[peer], group=group, group_dst=peer, tag=tag) for peer in peers]
