@@ -127,7 +127,7 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def whole_over_data(value: DTensor) -> Tensor:
-    """Gather a tensor over its data axes: the full tensor, or a DTensor over the tensor ranks. Collective over these axes.
+    """Gather a tensor over its data axes, to a plain tensor or a DTensor over the tensor ranks. Collective over them.
 
     Avoids ``full_tensor()`` if possible: gloo does not support its collective on GPU tensors and ends the process.
     """
