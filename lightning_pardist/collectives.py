@@ -98,7 +98,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Differentiable all-to-all: row ``i`` is sent to rank ``i`` of the group, and row ``i`` of the result received from it."""
+    """Differentiable all-to-all: sends row ``i`` to rank ``i`` of the group, and receives row ``i`` from it."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:

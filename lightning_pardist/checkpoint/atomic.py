@@ -129,7 +129,7 @@ def recover(path: str) -> bool:
 
 
 def discard(path: str) -> None:
-    """Remove a local file or folder, if it exists; a folder is renamed to a hidden name before its files are removed."""
+    """Remove a local file or folder, if it exists; a folder is first renamed to a hidden name."""
     if os.path.islink(path) or os.path.isfile(path):
         os.remove(path)
     elif os.path.isdir(path):
