@@ -98,7 +98,7 @@ class JobMeshes:
         return self._over[EXPERT_AXES]
 
     def sharded_experts(self, axes: Sequence[str]) -> DeviceMesh:
-        """Return the mesh of ``axes``, whose ranks hold the same experts, and :attr:`experts`. Collective as that is."""
+        """Return the mesh of ``axes``, whose ranks hold the same experts, and :attr:`experts`. Collective as that."""
         experts = self.experts
         names = (*axes, EXPERT_AXIS)
         return self.all[names] if axes else experts
