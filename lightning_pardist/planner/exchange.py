@@ -63,7 +63,7 @@ class Turns:
             self._asides[index].put_back()
 
     def _next(self) -> int | None:
-        """Return the next thread: one that is ready; if there is none, any waiting one, which then raises :class:`Stuck`."""
+        """Return the next thread: a ready one; if there is none, a waiting one, which then raises :class:`Stuck`."""
         waiting = [index for index, ready in enumerate(self._ready) if ready is not None]
         for index in waiting:
             ready = self._ready[index]
