@@ -1,8 +1,8 @@
 """Training steps whose operators return tensors of the right shape and compute nothing.
 
-Every tensor is a real one on the CPU, so that engines, autograd and user code cannot tell the difference. But kernels
-do not run, and memory that nobody writes to is address space only: a system gives a page when it is first written to.
-What operators return is asked of torch's fake tensors, once for each combination of shapes.
+Every tensor is a real CPU tensor, indistinguishable to engines, autograd and user code. Kernels do not run, and memory
+that is never written is address space only: the system maps a page on its first write. Shapes of results come from
+torch's fake tensors, once for each combination of shapes.
 
 Code that looks at values (``lengths.tolist()``, ``mask.any()``) mostly looks at the batch, or at numbers that were put
 into a tensor a moment ago. So an operator runs for real while all that it reads is known and small. What comes of
@@ -73,14 +73,14 @@ _OWN_CODE = ("torch", "lightning", "lightning_pardist", "torchmetrics", "context
 
 
 class SkippedKernels(UncompiledMode):
-    """Inside, operators return tensors of the right shape, and compute only what is small and known.
+    """Mode in which operators return tensors of the right shape, and compute only small tensors with known values.
 
     Args:
-        forms: What operators return, by their arguments; found so far and shared with other traces.
-        exchange: Delivers messages between ranks that are traced together.
+        forms: Cache of the shapes of operators' results by arguments, shared with other traces.
+        exchange: Message interface that delivers messages between ranks that are traced together.
 
     Attributes:
-        looked_at: Where user code looked at values that are not known: file and line.
+        looked_at: Places at which user code read unknown values: file and line.
     """
 
     def __init__(self, forms: Forms | None = None, exchange: Exchange | None = None) -> None:
@@ -96,7 +96,7 @@ class SkippedKernels(UncompiledMode):
         self._results: Forms = {} if forms is None else forms
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Say that nobody has written values into these tensors."""
+        """Mark tensors as having unknown values."""
         for tensor in tensors:
             self._is_unknown(tensor, True)
 
@@ -191,7 +191,7 @@ class SkippedKernels(UncompiledMode):
         return made
 
     def _form(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Sizes and strides of what an operator returns, by torch's fake tensors."""
+        """Return sizes and strides of an operator's results, from torch's fake tensors."""
         if func.overloadpacket.__name__.startswith("_foreach_"):
             firsts, alike = _rows(args)
             if len(firsts) < len(alike):
@@ -280,7 +280,7 @@ class SkippedKernels(UncompiledMode):
             frame = frame.f_back
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        """Other ranks are taken to have what this one has, but for those that are traced together with it."""
+        """Simulate a collective: untraced ranks are assumed to hold the same tensors as this rank."""
         name = func.overloadpacket.__name__
         if func.namespace == "c10d" and name in _COPYING:
             result = self._as_if_sent(func, args)
@@ -310,7 +310,7 @@ class SkippedKernels(UncompiledMode):
 
     @staticmethod
     def _as_if_sent(func: Any, args: Any) -> Any:
-        """What a collective returns, without the copies from rank to rank that torch's fake group would make."""
+        """Return a collective's result without the copies between ranks that torch's fake group would make."""
         group = next(leaf for leaf in args if isinstance(leaf, torch.ScriptObject) and group_in([leaf]) is not None)
         with no_modes():
             work = torch.ops.c10d.send([torch.empty(0)], group, 0, 0)

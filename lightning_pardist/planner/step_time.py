@@ -1,14 +1,14 @@
 """Simulation of traced steps on a device: duration, and waiting times by cause.
 
 Each operator takes the longer of its arithmetic and its memory traffic (a roofline), each message the latency and
-bandwidth of the link that its slowest pair of ranks has. Then the order in which a rank issued them is played: the
-host issues one after the other, the device computes in order, messages of one group go one behind the other beside
-that, and whatever touches memory that a message is still on waits for it. So buckets that leave during backward and
-units gathered ahead overlap as far as the order lets them.
+bandwidth of its slowest pair of ranks' link. The events are then simulated in the order in which a rank issued them:
+the host issues one after the other, the device computes in order, messages of one group run one after the other
+concurrently with compute, and an operator on memory of a pending message waits for it. Buckets that are sent during
+backward and prefetched units therefore overlap as far as the order allows.
 
-Stages of a pipeline are played together, each in the order in which it really ran, in the way of Varuna's simulator
-(arXiv 2111.04007): what a stage receives is there when the stage before it has computed and sent it. So uneven stages,
-and whatever the schedule is, count as they are.
+Stages of a pipeline are simulated together, each in the order in which it was traced, as in Varuna's simulator
+(arXiv 2111.04007): a message arrives after the sending stage has computed and sent it. This accounts for uneven stages
+and for any schedule.
 """
 
 from __future__ import annotations
