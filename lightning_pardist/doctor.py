@@ -125,7 +125,7 @@ class _Examination:
                 return _refused(unwritable)
             _show([facts], {}, {}, _compare([facts]), facts.problems, self._not_examined(alone))
             if self._options.save is not None:
-                # On CPU two ranks, unless another number was asked for: one sees no link.
+                # On CPU two ranks by default, because a single rank cannot measure a link.
                 ranks = max(self._options.devices or len(rank_devices()) or 2, 1)
                 _tell_of_measuring(ranks)
                 try:
@@ -137,11 +137,11 @@ class _Examination:
         try:
             return self._with_others(self._meeting, unwritable)
         except Exception as error:
-            # One rank's view is all there is now, so every rank shows its own.
+            # Ranks cannot exchange results at this point, so every rank prints its own.
             problem = f"{type(error).__name__}: {sentence(error)}"
             _show([self._facts], {}, {}, [], [*self._facts.problems, problem], [])
             if not isinstance(error, (OSError, RuntimeError, ValueError)):
-                # Not of this machine: what is wrong is in this file, or below.
+                # Not caused by this machine, but a defect of this module or of those it uses.
                 raise
             return 1
 
@@ -171,7 +171,7 @@ class _Examination:
             return _refused(unwritable) if rank == 0 else 2
         skews = self._clock(store)
         problems = self._reach(everyone, ports)
-        # Nobody closes its port while others may still try it.
+        # Keep the port open while other ranks may still connect to it.
         store.set(f"doctor/problems/{rank}", json.dumps(problems))
         lists = [self._read(store, f"doctor/problems/{other}", f"rank {other} went silent") for other in range(size)]
         listener.close()
@@ -224,7 +224,7 @@ class _Examination:
         rank, size = self._facts.rank, self._facts.world_size
         found = []
         for other in sorted({0, (rank + 1) % size} - {rank}):
-            # Through a shared file ranks meet without an address.
+            # With a shared file as rendezvous, ranks have no address.
             where = (everyone[other].address or everyone[other].host, ports[other])
             try:
                 socket.create_connection(where, timeout=_CONNECT_TIMEOUT_S).close()
@@ -306,7 +306,7 @@ def _as_the_trainer_would(options: Options) -> tuple[ParallelDims | None, Cluste
     If its devices are unknown, the degrees are compared with the ranks that a launcher has started.
     """
     environment, dims = find(), None
-    # It tells of GPUs and of other products.
+    # Suppress Lightning's messages about devices and products.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     try:
         strategy = options.make_strategy()

@@ -152,10 +152,10 @@ def _shortened(message: str) -> str:
 
 
 def _translate_deepspeed(arguments: list[str]) -> tuple[list[str], bool]:
-    """Put what a DeepSpeed configuration says in the place of ``--deepspeed-config FILE``.
+    """Replace ``--deepspeed-config FILE`` by the options that the configuration sets.
 
     Raises:
-        ValueError: If the file cannot be used, or an option says what it says already.
+        ValueError: If the file is invalid, or an option is set on the command line as well.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(_DEEPSPEED)
@@ -181,10 +181,10 @@ def _translate_deepspeed(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def _translate_profile(arguments: list[str]) -> tuple[list[str], bool]:
-    """Put the callback in the place of ``--profile-steps N``.
+    """Replace ``--profile-steps N`` by the options of the profiling callback.
 
     Raises:
-        ArgumentError: If N is no number.
+        ArgumentError: If N is not an integer.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(_PROFILE, type=int)

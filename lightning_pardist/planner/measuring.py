@@ -94,7 +94,7 @@ def measure_rank(
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if device.type == "cpu" and keeps_memory:
-        # Else what is large is paid for by the page.
+        # Otherwise large allocations pay for page faults.
         keep_freed_memory()
     flops = {str(dtype).removeprefix("torch."): _flops(device, dtype) for dtype in _DTYPES}
     if device.type == "cuda":
@@ -159,11 +159,13 @@ def nodes_of(hosts: Sequence[str]) -> list[list[int]]:
 def _links(
     device: torch.device, hosts: Sequence[str], rank: int, *, by_size: bool
 ) -> tuple[Link | None, Link | None, float, Rates]:
-    """The slowest link inside a node and that between nodes, None where there is none; of those inside a node how busy
-    messages keep us, and if asked for rates by kind and size. Collective over the world.
+    """Measure the slowest link inside a node and between nodes; None if there is no such link.
+
+    Inside a node also the fraction of time in which messages occupy the processor, and on request rates by kind and
+    size. Collective over the world.
     """
     nodes = nodes_of(hosts)
-    # Every rank makes every group, in one order.
+    # Every rank creates every group, in the same order.
     groups = [dist.new_group(ranks) for ranks in nodes]
     across = dist.new_group([ranks[0] for ranks in nodes]) if len(nodes) > 1 else None
     node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
@@ -262,7 +264,7 @@ def _seconds(
     repeat: int = 1,
     of: Callable[[Iterable[float]], float] = statistics.median,
 ) -> float:
-    """Seconds of one run, by ``of`` of some rounds, as many on every rank: ranks may wait for each other in it."""
+    """Return the seconds of one run, reduced by ``of`` over some rounds; the same number of rounds on every rank."""
 
     def once() -> float:
         begin = time.perf_counter()
@@ -277,7 +279,7 @@ def _seconds(
 
 def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> float:
     """Return the FLOP/s of a matrix product; 0 if the dtype is not supported."""
-    # Some dtypes have no fast product on some processors.
+    # Some processors support no fast product in some dtypes.
     size = 384 if device.type == "cpu" else 8192
     before = torch.get_float32_matmul_precision()
     try:
@@ -291,7 +293,7 @@ def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> f
 
 
 def _memory_rate(device: torch.device) -> float:
-    """Bytes a second that an addition reads and writes, of more than the share of a cache that a rank has."""
+    """Return the bytes per second that an addition reads and writes, on data larger than a rank's cache."""
     # The allocator may keep these 48 MiB on CPU.
     numel = (1 << 22) if device.type == "cpu" else (1 << 28)
     left, right, out = (torch.ones(numel, device=device) for _ in range(3))
@@ -299,7 +301,7 @@ def _memory_rate(device: torch.device) -> float:
 
 
 def _disk_rate(folder: str) -> float | None:
-    """Bytes a second that the slowest rank writes and reads in a folder; None where one cannot write there.
+    """Return the slowest rank's bytes per second of disk writes and reads; None if a rank cannot write there.
 
     Collective over the world.
     """
@@ -350,8 +352,8 @@ def _operator_seconds(device: torch.device) -> float:
 def _link(device: torch.device, group: dist.ProcessGroup) -> Link:
     """Return latency and bandwidth of all-reduces. Collective over ``group``.
 
-    Small ones come between products, as in a step: threads that carry messages are not there at once then, and ranks
-    are never there at the same moment.
+    Small ones are issued between matrix products, as in a step: communication threads then need time to wake up, and
+    ranks do not arrive at the same moment.
     """
     size = group.size()
     small, large = torch.zeros(1, device=device), torch.zeros(1 << 22, device=device)

@@ -86,7 +86,7 @@ class Place:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return self.devices * self.num_nodes
 
 
@@ -109,13 +109,14 @@ def trace_rank(
         place: The rank to trace.
         trainer_settings: Further arguments of the Trainer, such as ``precision``.
         forms: Cache of the shapes of operators' results, shared with other traces.
-        found: Findings about the module that are shared with other traces of the same module and batch: see :attr:`~lightning_pardist.axes.base.RunContext.found_once`.
+        found: Findings about the module that are shared with other traces of the same module and batch: see
+            :attr:`~lightning_pardist.axes.base.RunContext.found_once`.
 
     Raises:
         ValueError: From the strategy, if it refuses the module or a setting. Other errors of its start propagate.
     """
     if dist.is_initialized():
-        # In a thread there is another record of process groups.
+        # A separate thread has its own registry of process groups.
         settings: dict[str, Any] = {"trainer_settings": trainer_settings, "forms": forms, "found": found}
         return trace_ranks(module, batch, strategy, [place], **settings)[0]
     with _undisturbed(), _optimizers_of(place):
@@ -364,7 +365,7 @@ class _PlannedEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """The plan's number stands."""
+        """Do nothing: the plan's number is fixed."""
 
     @override
     def global_rank(self) -> int:
@@ -372,7 +373,7 @@ class _PlannedEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """The plan's number stands."""
+        """Do nothing: the plan's number is fixed."""
 
     @override
     def local_rank(self) -> int:

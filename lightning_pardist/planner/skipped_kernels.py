@@ -4,10 +4,10 @@ Every tensor is a real CPU tensor, indistinguishable to engines, autograd and us
 that is never written is address space only: the system maps a page on its first write. Shapes of results come from
 torch's fake tensors, once for each combination of shapes.
 
-Code that looks at values (``lengths.tolist()``, ``mask.any()``) mostly looks at the batch, or at numbers that were put
-into a tensor a moment ago. So an operator runs for real while all that it reads is known and small. What comes of
-parameters is not known, and a look at it gets an answer that keeps a step going: 1 for numbers, no for questions, yes
-for "are they equal" and "are they all". That user code did so is noted.
+Code that reads values (``lengths.tolist()``, ``mask.any()``) mostly reads the batch, or tensors of recently set numbers.
+Operators are therefore computed as long as all of their inputs are known and small. Results that depend on parameters
+are unknown, and reading them returns a value with which a step continues: 1 for numbers, False for conditions, True for
+"are they equal" and "are they all". Such reads by user code are recorded.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class SkippedKernels(UncompiledMode):
 
     @staticmethod
     def _fill_parts(result: Any, inputs: list[Tensor]) -> None:
-        """Write the answers into small parts of large tensors, which ``tolist()`` reads past torch."""
+        """Write values into small parts of large tensors, because ``tolist()`` bypasses the dispatcher."""
         if inputs and inputs[0].numel() <= _FILLED:
             return
         if isinstance(result, (list, tuple)) and len(result) > _PART:
@@ -335,14 +335,14 @@ class SkippedKernels(UncompiledMode):
 
 
 class _Input:
-    """An argument comes back."""
+    """Form of a result that is one of the arguments."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 class _Output:
-    """A tensor that an operator makes."""
+    """Form of a new tensor that an operator returns."""
 
     def __init__(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
         self.size, self.stride, self.dtype = size, stride, dtype
@@ -354,7 +354,7 @@ _MAP_NORESERVE = 0x4000
 
 
 def _unwritten(output: _Output) -> Tensor:
-    """Memory that nobody has written to. More than the machine has is mapped without a claim on it."""
+    """Return an uninitialised tensor; one that exceeds the machine's memory is mapped without reserving it."""
     try:
         return torch.empty_strided(output.size, output.stride, dtype=output.dtype)
     except RuntimeError:
@@ -367,7 +367,7 @@ def _unwritten(output: _Output) -> Tensor:
 
 
 def _key(value: Any) -> Any:
-    """Something that equal calls have in common; 1, 1.0 and True are different."""
+    """Return a hashable key of an argument, equal for equal calls; 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
@@ -379,7 +379,7 @@ def _key(value: Any) -> Any:
 
 
 def _rows(args: Any) -> tuple[list[int], list[int]]:
-    """Of an operator on each of many tensors: places of the first of each kind, and which of these each one is like."""
+    """For a foreach operator, return the index of the first tensor of each kind, and the kind of each tensor."""
     kinds: dict[Any, int] = {}
     firsts: list[int] = []
     alike: list[int] = []
