@@ -55,7 +55,7 @@ Degree = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class JobMeshes:
-    """The device mesh of a job, and its one-dimensional meshes by purpose.
+    """Device mesh of a job, and its submeshes by purpose.
 
     Attributes:
         all: Mesh with every axis by name.

@@ -4,7 +4,7 @@ Every tensor is a real CPU tensor, indistinguishable to engines, autograd and us
 that is never written is address space only: the system maps a page on its first write. Shapes of results come from
 torch's fake tensors, once for each combination of shapes.
 
-Code that reads values (``lengths.tolist()``, ``mask.any()``) mostly reads the batch, or tensors of recently set numbers.
+Code that reads values (``lengths.tolist()``, ``mask.any()``) mostly reads the batch, or numbers set just before.
 Operators are therefore computed as long as all of their inputs are known and small. Results that depend on parameters
 are unknown, and reading them returns a value with which a step continues: 1 for numbers, False for conditions, True for
 "are they equal" and "are they all". Such reads by user code are recorded.
@@ -64,7 +64,7 @@ _COPYING = (
     *("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "scatter_"),
     *("alltoall_", "alltoall_base_"),
 )
-#: Functional ones, which return tensors of their own.
+#: Functional collectives, which return new tensors.
 _CLONING = (
     *("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor"),
     *("reduce_scatter_tensor_coalesced", "all_to_all_single", "all_reduce", "all_reduce_coalesced", "broadcast"),
@@ -87,7 +87,7 @@ class SkippedKernels(UncompiledMode):
         super().__init__()
         self.looked_at: dict[str, None] = {}
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # What it would remember is remembered here, for all traces.
+        # Its cache is replaced by this one, which is shared by all traces.
         self._fake_mode.cache_enabled = False
         self._unknown: dict[int, bool] = {}
         self._counts = ValueCounts(self._made)
@@ -106,7 +106,7 @@ class SkippedKernels(UncompiledMode):
         if any(isinstance(leaf, FakeTensor) for leaf in inputs):
             return func(*args, **kwargs)
         if any(is_wrapper(leaf) for leaf in inputs):
-            # A DTensor turns to operators on its local part, which come here.
+            # A DTensor dispatches operators on its local tensor, which arrive here.
             return NotImplemented
         if func.namespace in _COLLECTIVES:
             return self._communicate(func, args, kwargs, inputs)
