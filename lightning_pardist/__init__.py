@@ -1,7 +1,7 @@
 """PyTorch Lightning strategies for an unmodified LightningModule: data, ZeRO, tensor and pipeline parallelism.
 
-``import lightning_pardist`` registers every strategy, so that ``Trainer(strategy="pardist_ddp")`` finds it. It loads
-neither torch nor Lightning: where they are not imported yet, the names are registered as soon as Lightning is.
+``import lightning_pardist`` registers every strategy name, for example ``Trainer(strategy="pardist_ddp")``. It imports
+neither torch nor Lightning: if Lightning is not imported yet, the names are registered on its import.
 """
 
 import importlib
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lightning_pardist.trainer.checkpoint_io import PardistCheckpointIO
     from lightning_pardist.trainer.checkpoint_loading import load_from_checkpoint
 
-#: Where the public names are. They are imported when they are used, so that the import costs next to nothing.
+#: Modules of the public names, which are imported on first use to keep `import lightning_pardist` cheap.
 _HOMES = {
     "AutoStrategy": "lightning_pardist.planner.auto",
     "CannotPipelineError": "lightning_pardist.engines.pipeline",

@@ -1,4 +1,4 @@
-"""``python -m lightning_pardist``."""
+"""Entry point of ``python -m lightning_pardist``."""
 
 import sys
 

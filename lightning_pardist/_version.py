@@ -1,3 +1,3 @@
-"""The version, alone in a file so that a build can read it without importing torch."""
+"""Package version, in a separate file that a build reads without importing torch."""
 
 __version__ = "0.1.0"

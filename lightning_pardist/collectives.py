@@ -16,7 +16,7 @@ from lightning_pardist.compat.process_groups import device_types
 
 T = TypeVar("T")
 
-#: torch's collectives of flat tensors; since 2.13 the names before are deprecated.
+#: torch's collectives of flat tensors; torch 2.13 deprecates the old names.
 all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -24,7 +24,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 def world_group() -> dist.ProcessGroup:
-    """The process group of all ranks, for functions that want a group by name.
+    """Return the process group of all ranks, for functions that take an explicit group.
 
     Raises:
         ValueError: Before :func:`init_process_group`.
@@ -39,8 +39,8 @@ def reduce(tensor: Tensor, *, group: dist.ProcessGroup, op: dist.ReduceOp | str 
     """Combine a tensor over ``group``; every rank receives the result. Collective over ``group``.
 
     Args:
-        tensor: Same shape on every rank; it is left as it is.
-        group: Who takes part.
+        tensor: Same shape on every rank; not modified.
+        group: Participating ranks.
         op: ``"mean"``/``"avg"``, ``"sum"``, ``"max"``, ``"min"``, ``"product"`` in any case, or a ``ReduceOp``;
             None means sum, as in Lightning.
 
@@ -48,7 +48,7 @@ def reduce(tensor: Tensor, *, group: dist.ProcessGroup, op: dist.ReduceOp | str 
         A new tensor of the same shape and dtype (a mean of integers is rounded towards zero).
 
     Raises:
-        ValueError: If ``op`` is a name that is not known.
+        ValueError: If ``op`` is an unknown name.
     """
     result = tensor.clone()
     if isinstance(op, str):
@@ -70,8 +70,8 @@ def all_gather(tensor: Tensor, *, group: dist.ProcessGroup, sync_grads: bool = F
 
     Args:
         tensor: Same shape ``[...]`` on every rank.
-        group: Who takes part.
-        sync_grads: Whether gradients flow back to the ranks that the parts came from.
+        group: Participating ranks.
+        sync_grads: Whether gradients flow back to the source ranks.
 
     Returns:
         Shape ``[group size, ...]``.
@@ -82,7 +82,7 @@ def all_gather(tensor: Tensor, *, group: dist.ProcessGroup, sync_grads: bool = F
 
 
 class _AllGather(torch.autograd.Function):
-    """torch's own takes ranks of the world for ranks of the group in backward, on gloo."""
+    """Differentiable all-gather. On gloo, torch's own one uses global ranks in place of group ranks in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -98,7 +98,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Row ``i`` goes to rank ``i`` of the group, and row ``i`` of the result comes from there."""
+    """Differentiable all-to-all: sends row ``i`` to rank ``i`` of the group, and receives row ``i`` from it."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -113,38 +113,38 @@ class _Exchange(torch.autograd.Function):
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, flat: what collectives without arithmetic send, whatever the dtype.
+    """View a contiguous tensor as flat bytes, for collectives without arithmetic on any dtype.
 
-    gloo knows no float8 and no integers of 16 bits, and gathers no complex numbers.
+    gloo does not support float8 and 16-bit integers, and does not gather complex numbers.
     """
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 class _Arrival:
-    """A receive into host memory, and from there to the device that has asked for it."""
+    """A pending receive into host memory that is copied to the target's device on wait."""
 
     def __init__(self, work: Any, message: Tensor, target: Tensor) -> None:
         self._work, self._message, self._target = work, message, target
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the message, and copy it; as torch's own."""
+        """Wait for the message and copy it to the target; same signature as torch's ``Work.wait``."""
         self._work.wait() if timeout is None else self._work.wait(timeout)
-        # As a message lands in memory: autograd counts no write.
+        # Through `.data`, like a direct receive: autograd does not count the write.
         self._target.data.copy_(self._message)
         return True
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where single messages of tensors on ``device`` are sent from.
+    """Return the device from which point-to-point messages of tensors on ``device`` are sent.
 
-    gloo has collectives of a GPU's tensors, which it copies itself, but takes single messages from host memory alone:
-    it would read the device's address.
+    gloo supports collectives of GPU tensors, which it copies itself, but sends point-to-point messages from host memory
+    only: it would dereference the device's address.
     """
     return torch.device("cpu") if backend_on(group, device) == dist.Backend.GLOO else device
 
 
 def collective_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where a collective of tensors on ``device`` takes place: NCCL alone takes none from host memory."""
+    """Return the device for a collective of tensors on ``device``: an NCCL-only group supports no host tensors."""
     if device.type == "cpu" and torch.device("cpu") not in device_types(group):
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None:
@@ -153,9 +153,9 @@ def collective_device(group: dist.ProcessGroup, device: torch.device) -> torch.d
 
 
 def table_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where ranks exchange a few numbers that the host knows and wants to know of others.
+    """Return the device for exchanges of a few numbers that are computed and used on the host.
 
-    The host, where the group can: on a device it would wait for all that the device has to do.
+    The host if the group supports it: on a device the exchange would wait for all queued kernels.
     """
     return torch.device("cpu") if torch.device("cpu") in device_types(group) else device
 
@@ -166,11 +166,11 @@ def isend(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) 
     Args:
         tensor: Contiguous.
         peer: Rank in ``group``.
-        group: Whose connections are used.
-        tag: Tells messages apart, where the backend has tags.
+        group: Process group whose connections are used.
+        tag: Distinguishes messages, if the backend has tags.
 
     Returns:
-        What to wait for, and what is to be kept until then.
+        The work to wait for, and the buffer that must stay alive until then.
     """
     message = tensor.to(wire_device(group, tensor.device))
     return dist.isend(message, group=group, group_dst=peer, tag=tag), message
@@ -180,7 +180,7 @@ def irecv(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) 
     """Begin to receive into a tensor on any device, as :func:`torch.distributed.irecv`; arguments as of :func:`isend`.
 
     Returns:
-        What to wait for before ``tensor`` is read.
+        The work to wait for before ``tensor`` is read.
     """
     wire = wire_device(group, tensor.device)
     message = tensor if wire == tensor.device else torch.empty_like(tensor, device=wire)
@@ -189,11 +189,11 @@ def irecv(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) 
 
 
 def gather_among(tensor: Tensor, *, group: dist.ProcessGroup, ranks: Sequence[int]) -> Tensor:
-    """Stack the tensors of some ranks of ``group``. Only ``ranks`` call it: needs no group of their own.
+    """Stack the tensors of some ranks of ``group``, without a subgroup. Called by ``ranks`` only.
 
     Args:
         tensor: Same shape ``[...]`` on each of ``ranks``.
-        group: Whose connections are used.
+        group: Process group whose connections are used.
         ranks: Ranks in ``group`` that take part, this one among them.
 
     Returns:
@@ -215,16 +215,16 @@ def gather_among(tensor: Tensor, *, group: dist.ProcessGroup, ranks: Sequence[in
 def reduce_among(
     tensor: Tensor, *, group: dist.ProcessGroup, ranks: Sequence[int], op: dist.ReduceOp | str | None = "mean"
 ) -> Tensor:
-    """:func:`reduce` over some ranks of ``group``. Only ``ranks`` call it.
+    """Reduce a tensor over some ranks of ``group``, as :func:`reduce` does. Called by ``ranks`` only.
 
     Args:
         tensor: Same shape on each of ``ranks``.
-        group: Whose connections are used.
+        group: Process group whose connections are used.
         ranks: Ranks in ``group`` that take part, this one among them.
-        op: As :func:`reduce` takes it.
+        op: As for :func:`reduce`.
 
     Raises:
-        ValueError: If ``op`` is not known.
+        ValueError: If ``op`` is unknown.
     """
     parts = gather_among(tensor, group=group, ranks=ranks)
     names = {known: key for key, known in _OPS.items()} | {None: "sum", dist.ReduceOp.AVG: "mean"}
@@ -246,8 +246,8 @@ def barrier(device: torch.device, *, group: dist.ProcessGroup | None = None) -> 
     """Wait for every rank of ``group``, by default of the world.
 
     Args:
-        device: This rank's, on which NCCL meets the others.
-        group: Who takes part.
+        device: This rank's device, used by NCCL.
+        group: Participating ranks.
     """
     if group is not None and group is not world_group():
         dist.barrier(group)
@@ -258,7 +258,7 @@ def barrier(device: torch.device, *, group: dist.ProcessGroup | None = None) -> 
 
 
 def broadcast_object(obj: T, src: int, *, group: dist.ProcessGroup | None = None) -> T:
-    """The picklable object of rank ``src`` of ``group``, by default of the world. Collective over it."""
+    """Broadcast a picklable object from rank ``src`` of ``group``, by default the world. Collective over it."""
     objects = [obj]
     dist.broadcast_object_list(objects, group_src=src, group=group)
     return objects[0]

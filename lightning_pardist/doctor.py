@@ -1,8 +1,8 @@
-"""Would training start here, and what would hurt it? Started by any launcher, like the training.
+"""Checks whether training can start, and what would slow it down. Started by any launcher, like the training.
 
-Each step needs only what the steps before it have shown to work: this process alone, then the store, then plain
-connections between hosts, then a process group. A rank that cannot go on says why; the first rank prints the table.
-Whether settings fit is the Trainer's own answer: one is made as the training would make it.
+Each step depends only on what earlier steps have verified: this process alone, then the store, then plain connections
+between hosts, then a process group. A rank that cannot continue reports why; the first rank prints the table. Settings
+are validated by the Trainer itself, which is created as for training.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from lightning_pardist.strategies.strategy import PardistStrategy
 
 _CONNECT_TIMEOUT_S = 3.0
 _SMALL_ROUNDS, _LARGE_ROUNDS = 20, 3
-#: A clock that is this far off makes logs of different hosts hard to compare.
+#: Clock difference above which logs of different hosts are hard to compare.
 _SKEW_S = 1.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the Trainer will be told, and how long to look.
+    """Settings of the Trainer, and of the examination.
 
     Attributes:
         strategy: A registered name, or None for one with the degrees below.
-        devices: ``Trainer(devices=)``, or None if it is not known.
+        devices: ``Trainer(devices=)``, or None if it is unknown.
         num_nodes: ``Trainer(num_nodes=)``.
         accelerator: ``Trainer(accelerator=)``.
         sizes: Settings of the strategy, such as ``{"tensor_parallel_size": 2}``.
         timeout_s: Seconds to wait for other ranks, per step.
         megabytes: Size of the messages that measure bandwidth.
-        save: Where to write the profile of devices and links; None measures none.
-        disk: Folder whose disk the profile knows; None writes nothing for it, and takes a data sheet's rate.
+        save: Path for the profile of devices and links; None for no profile.
+        disk: Folder whose disk is measured for the profile; None writes no file, and uses a data sheet's rate.
     """
 
     strategy: str | None = None
@@ -73,10 +73,10 @@ class Options:
     disk: str | None = None
 
     def make_strategy(self) -> PardistStrategy:
-        """The strategy that the Trainer gets.
+        """Create the Trainer's strategy.
 
         Raises:
-            ValueError: If it does not take one of the sizes, or refuses it.
+            ValueError: If it does not accept one of the sizes, or its value.
         """
         if self.strategy is None:
             data = "zero3" if "data_shard_size" in self.sizes else "ddp"
@@ -89,15 +89,15 @@ class Options:
 
 
 def examine(options: Options) -> int:
-    """Look, with the other ranks if a launcher started some, and print what was seen.
+    """Examine the ranks, all of them if a launcher started several, and print the result.
 
     Args:
-        options: What the Trainer will be told.
+        options: Settings of the Trainer and of the examination.
 
     Returns:
-        0 if training could start, 1 if not, 2 if the profile could not be saved where it was asked for.
+        0 if training could start, 1 if not, 2 if the profile could not be saved at the given path.
     """
-    # Whatever a library waits for: this is how long it may take in all.
+    # Total time limit, whatever a library waits for.
     limit = _end_after(6 * options.timeout_s + 60)
     try:
         return _Examination(options).run()
@@ -106,7 +106,7 @@ def examine(options: Options) -> int:
 
 
 class _Examination:
-    """One rank's part of it."""
+    """One rank's part of the examination."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -117,7 +117,7 @@ class _Examination:
 
     def run(self) -> int:
         facts = self._facts
-        # The first rank writes.
+        # Only the first rank writes the profile.
         unwritable = _unwritable(self._options.save) if facts.rank == 0 else ""
         alone = facts.world_size == 1 or not self._environment.creates_processes_externally
         if alone or self._meeting is None:
@@ -125,7 +125,7 @@ class _Examination:
                 return _refused(unwritable)
             _show([facts], {}, {}, _compare([facts]), facts.problems, self._not_examined(alone))
             if self._options.save is not None:
-                # On CPU two ranks, unless another number was asked for: one sees no link.
+                # On CPU two ranks by default, because a single rank cannot measure a link.
                 ranks = max(self._options.devices or len(rank_devices()) or 2, 1)
                 _tell_of_measuring(ranks)
                 try:
@@ -137,11 +137,11 @@ class _Examination:
         try:
             return self._with_others(self._meeting, unwritable)
         except Exception as error:
-            # One rank's view is all there is now, so every rank shows its own.
+            # Ranks cannot exchange results at this point, so every rank prints its own.
             problem = f"{type(error).__name__}: {sentence(error)}"
             _show([self._facts], {}, {}, [], [*self._facts.problems, problem], [])
             if not isinstance(error, (OSError, RuntimeError, ValueError)):
-                # Not of this machine: what is wrong is in this file, or below.
+                # Not caused by this machine, but a defect of this module or of those it uses.
                 raise
             return 1
 
@@ -171,7 +171,7 @@ class _Examination:
             return _refused(unwritable) if rank == 0 else 2
         skews = self._clock(store)
         problems = self._reach(everyone, ports)
-        # Nobody closes its port while others may still try it.
+        # Keep the port open while other ranks may still connect to it.
         store.set(f"doctor/problems/{rank}", json.dumps(problems))
         lists = [self._read(store, f"doctor/problems/{other}", f"rank {other} went silent") for other in range(size)]
         listener.close()
@@ -188,7 +188,7 @@ class _Examination:
         return 1 if problems else 0
 
     def _part(self, store: Store) -> None:
-        """Wait for the others on the first rank, which holds the store: it ends last."""
+        """Wait on the first rank, which hosts the store and ends last, for the other ranks."""
         rank, size = self._facts.rank, self._facts.world_size
         store.add("doctor/done", 1)
         deadline = time.monotonic() + 10
@@ -204,7 +204,7 @@ class _Examination:
         return json.loads(store.get(key))
 
     def _clock(self, store: Store) -> dict[int, float]:
-        """Seconds by which each rank's clock is ahead of the first's, asked in turns."""
+        """Return the seconds by which each rank's clock is ahead of the first's, measured rank by rank."""
         rank, size = self._facts.rank, self._facts.world_size
         if rank != 0:
             asked = time.time()
@@ -220,11 +220,11 @@ class _Examination:
         return skews
 
     def _reach(self, everyone: list[Facts], ports: list[int]) -> list[str]:
-        """Try a plain connection to the next rank and to the first: a firewall shows here, and not as a hang."""
+        """Try a plain connection to the next and the first rank, to detect firewalls that would cause a hang."""
         rank, size = self._facts.rank, self._facts.world_size
         found = []
         for other in sorted({0, (rank + 1) % size} - {rank}):
-            # Through a shared file ranks meet without an address.
+            # With a shared file as rendezvous, ranks have no address.
             where = (everyone[other].address or everyone[other].host, ports[other])
             try:
                 socket.create_connection(where, timeout=_CONNECT_TIMEOUT_S).close()
@@ -237,7 +237,7 @@ class _Examination:
         return found
 
     def _measure(self, meeting: RendezvousEndpoint, store: Store, hosts: list[str]) -> dict[str, tuple[float, float]]:
-        """Seconds of a small all-reduce, and bytes a second of a large one, of the slowest group of each axis."""
+        """Return the seconds of a small, and bytes per second of a large all-reduce in each axis' slowest group."""
         options, facts = self._options, self._facts
         dims = self._dims or options.make_strategy().resolve_dims(facts.world_size)
         device = device_of_rank(facts.local_rank)
@@ -278,7 +278,7 @@ class _Examination:
 
 
 def _unwritable(path: str | None) -> str:
-    """Why the profile cannot be written there; empty if it can, or none is asked for. Leaves what is there alone."""
+    """Return why a profile cannot be written to a path; empty if it can, or path is None. Keeps an existing file."""
     if path is None:
         return ""
     existed = os.path.lexists(path)
@@ -301,12 +301,12 @@ def _tell_of_measuring(num_ranks: int) -> None:
 
 
 def _as_the_trainer_would(options: Options) -> tuple[ParallelDims | None, ClusterEnvironment, str]:
-    """Make the Trainer, which starts nothing: the degrees and the launcher that it finds, and why it refuses.
+    """Create the Trainer without starting ranks, and return its degrees, its launcher, and its error, if any.
 
-    Where its devices are not known, the degrees are compared with the ranks that a launcher has started.
+    If its devices are unknown, the degrees are compared with the ranks that a launcher has started.
     """
     environment, dims = find(), None
-    # It tells of GPUs and of other products.
+    # Suppress Lightning's messages about devices and products.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     try:
         strategy = options.make_strategy()
@@ -330,7 +330,7 @@ def _as_the_trainer_would(options: Options) -> tuple[ParallelDims | None, Cluste
 
 
 def _seconds(tensor: torch.Tensor, group: dist.ProcessGroup, rounds: int) -> float:
-    """Mean duration of an all-reduce over ``group``. Collective over it."""
+    """Return the mean duration of an all-reduce over ``group``. Collective over it."""
 
     dist.all_reduce(tensor, group=group)
     synchronize(tensor.device)
@@ -342,7 +342,7 @@ def _seconds(tensor: torch.Tensor, group: dist.ProcessGroup, rounds: int) -> flo
 
 
 def _compare(everyone: list[Facts], skews: dict[int, float] | None = None) -> list[str]:
-    """What will hurt, seen over all ranks."""
+    """Return warnings from a comparison of all ranks."""
     found = [f"rank {facts.rank} on {facts.host}: {text}" for facts in everyone for text in facts.warnings]
     for package in sorted({name for facts in everyone for name in facts.versions}):
         versions: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Settings of Lightning's and DeepSpeed's strategies that ours do not have, each with what takes its place."""
+"""Replacements for settings of Lightning's and DeepSpeed's strategies that this package does not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEEPSPEED_OFFLOAD = 'Use strategy="pardist_zero2_offload" or "pardist_zero3_off
 _DEEPSPEED = "Leave it out, or read the whole configuration by ZeroStrategy.from_deepspeed_config."
 _SCALER = "Give it to the Trainer's precision plugin, or leave it out."
 
-#: What to do instead, by the name of the setting.
+#: Advice by name of the setting.
 ADVICE: Mapping[str, str] = {
     # DDPStrategy
     "find_unused_parameters": "Leave it out: parameters that take no part in a step need no flag here.",
@@ -77,17 +77,17 @@ ADVICE: Mapping[str, str] = {
 def refuse_unknown(
     owner: str, settings: Iterable[str], known: Iterable[str], inside: Mapping[str, Callable[..., Any]] | None = None
 ) -> None:
-    """Refuse settings that a strategy does not have.
+    """Raise an error for settings that a strategy does not have.
 
     Args:
         owner: Name of the strategy's class.
-        settings: Names that it was given and does not have.
-        known: Names that it has.
-        inside: Settings that are dicts, and what takes their values by name.
+        settings: Names of the unknown settings.
+        known: Names of the strategy's settings.
+        inside: Settings that are dicts, with the callable that takes their values as keyword arguments.
 
     Raises:
-        ValueError: With what takes the place of the first one, where another strategy has it.
-        TypeError: For any other name, with the one that was probably meant.
+        ValueError: If the first one is a setting of another strategy or of a dict, with the replacement.
+        TypeError: For any other name, with the closest known one.
     """
     for name in settings:
         if name in ADVICE:
@@ -102,16 +102,16 @@ def refuse_unknown(
 def refuse_unknown_inside(
     place: str, settings: Iterable[str], taker: Callable[..., Any], *, beside: Callable[..., Any]
 ) -> None:
-    """Refuse values by name that a setting does not have.
+    """Raise an error for unknown names in a setting that is a dict.
 
     Args:
-        place: The setting, a dict.
-        settings: Its names.
-        taker: Has them as arguments.
-        beside: Has others of its arguments, which are not set here.
+        place: Name of the setting.
+        settings: Names in the dict.
+        taker: Callable that takes them as keyword arguments.
+        beside: Callable whose arguments are set directly and thus not allowed in the dict.
 
     Raises:
-        ValueError: With the names that there are.
+        ValueError: If a name is unknown, with the allowed names.
     """
     known = [name for name in names_of(taker) if name not in names_of(beside)]
     unknown = sorted(set(settings) - set(known))
@@ -120,19 +120,19 @@ def refuse_unknown_inside(
 
 
 def names_of(taker: Callable[..., Any]) -> list[str]:
-    """Arguments that may be given by name."""
+    """Return the names of a callable's keyword arguments."""
     return [name for name in inspect.signature(taker).parameters if name not in ("self", "args", "kwargs")]
 
 
 def refuse_name(name: str, known: Iterable[str]) -> None:
-    """Refuse a name of a strategy that looks like one of ours and is none, or the path of a class in its place.
+    """Raise an error for an unknown strategy name that begins like one of this package, or for a class path.
 
     Args:
-        name: What ``Trainer(strategy=...)`` got.
-        known: The names that we have.
+        name: Value of ``Trainer(strategy=...)``.
+        known: Registered names of this package.
 
     Raises:
-        ValueError: With the name that was probably meant, and all others.
+        ValueError: For a class path; for an unknown name, with the closest name and all others.
     """
     names = list(known)
     if name.startswith("lightning_pardist."):
@@ -153,11 +153,11 @@ def refuse_name(name: str, known: Iterable[str]) -> None:
 
 
 def advise(message: str, classes: Mapping[str, str]) -> str | None:
-    """What to do about a command line that was refused because of a strategy's setting, None if it was not.
+    """Return advice for a command-line error caused by a strategy's setting; None for any other error.
 
     Args:
-        message: What the parser says.
-        classes: Import path of the class behind each registered name.
+        message: Error message of the parser.
+        classes: Import path of the class by registered name.
     """
     if "pardist" not in message:
         return None

@@ -1,7 +1,7 @@
-"""Local parts of tensors that are sharded over mesh axes other than an engine's own.
+"""Local shards of tensors that are sharded over mesh axes other than an engine's own.
 
-Under tensor parallelism parameters are DTensors over the tensor ranks. Engines of the data axis see ranks that hold the
-same part, so they work on the parts as on any tensor, and hand back DTensors where users and optimizers look.
+Under tensor parallelism parameters are DTensors over the tensor ranks. Engines of the data axis connect ranks with the
+same tensor shard, so they operate on the local shards and return DTensors to users and optimizers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lightning_pardist.mesh import EXPERT_AXIS, TENSOR_AXIS
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory; an ordinary tensor is its own part."""
+    """Return this rank's local shard, sharing memory; a plain tensor is returned unchanged."""
     return local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def set_own_part(tensor: Tensor, part: Tensor) -> None:
-    """Let ``part`` be this rank's memory of ``tensor``. It has the shape of the part before."""
+    """Replace this rank's local shard of ``tensor`` by ``part``, which has the same shape."""
     if isinstance(tensor, DTensor):
         set_local_tensor(tensor, part)
     else:
@@ -32,7 +32,7 @@ def set_own_part(tensor: Tensor, part: Tensor) -> None:
 
 
 def wrapped_like(part: Tensor, like: Tensor) -> Tensor:
-    """``part`` lying as ``like`` does: as a DTensor around this very tensor if that is one. Not collective."""
+    """Return ``part`` with the placement of ``like``: wrapped without a copy if that is a DTensor. Not collective."""
     if not isinstance(like, DTensor):
         return part
     # Not from_local(), which would wrap a view of the part, or a copy on the mesh's device if the part is on the host.
@@ -42,21 +42,21 @@ def wrapped_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def tensor_axis(tensor: Tensor) -> int | None:
-    """The mesh axis of ranks that hold parts of a layer, by its name: tensor ranks, or expert ranks.
+    """Return the index of the mesh dim over which a layer is split, found by name: tensor or expert ranks.
 
-    None for an ordinary tensor and one that is sharded alone.
+    None for a plain tensor and for one that is sharded over data axes only.
     """
     names = (tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None) or ()
     return next((names.index(axis) for axis in (TENSOR_AXIS, EXPERT_AXIS) if axis in names), None)
 
 
 def is_over(tensor: Tensor, axis: str) -> bool:
-    """Whether a tensor lies on a mesh that has an axis of this name."""
+    """Return whether a tensor is a DTensor on a mesh with an axis of this name."""
     return isinstance(tensor, DTensor) and axis in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def own_shape(tensor: Tensor) -> torch.Size:
-    """Shape of this tensor rank's part, were it whole along all other axes; of an ordinary tensor its shape."""
+    """Return the shape of this tensor rank's shard, full along all other axes; a plain tensor's own shape."""
     axis = tensor_axis(tensor)
     shape = list(tensor.shape)
     if axis is not None and isinstance(tensor, DTensor) and not tensor.placements[axis].is_replicate():
@@ -65,11 +65,11 @@ def own_shape(tensor: Tensor) -> torch.Size:
 
 
 def tensor_part(whole: Tensor, like: Tensor) -> Tensor:
-    """This tensor rank's part of an ordinary whole tensor; a view where it is one piece.
+    """Return this tensor rank's shard of a full plain tensor; a view if the shard is contiguous along the dim.
 
     Args:
-        whole: Of ``like``'s shape.
-        like: How it is split over the tensor ranks; an ordinary tensor leaves ``whole`` as it is.
+        whole: Tensor of ``like``'s shape.
+        like: Tensor with the split over tensor ranks; if it is plain, ``whole`` is returned unchanged.
     """
     axis = tensor_axis(like)
     if axis is None or not isinstance(like, DTensor) or like.placements[axis].is_replicate():
@@ -83,12 +83,12 @@ def tensor_part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def over_tensor_ranks(part: Tensor, like: Tensor) -> Tensor:
-    """This tensor rank's part, whole along all other axes, as a DTensor over the tensor ranks alone.
+    """Wrap this tensor rank's shard, full along all other axes, as a DTensor over the tensor ranks only.
 
     Args:
-        part: Of shape :func:`own_shape`.
-        like: How the whole is split over the tensor ranks, and maybe over others; an ordinary tensor leaves ``part``
-            as it is.
+        part: Tensor of shape :func:`own_shape`.
+        like: Tensor with the split over tensor ranks, and possibly others; if it is plain, ``part`` is returned
+            unchanged.
     """
     axis = tensor_axis(like)
     if axis is None or not isinstance(like, DTensor):
@@ -99,17 +99,17 @@ def over_tensor_ranks(part: Tensor, like: Tensor) -> Tensor:
 
 
 def sharded_axes(value: DTensor) -> list[int]:
-    """Data axes over which a tensor is sharded."""
+    """Return the mesh dims, other than the tensor axis, over which a tensor is sharded."""
     axes = enumerate(value.placements)
     return [axis for axis, placement in axes if not placement.is_replicate() and axis != tensor_axis(value)]
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """The part of a whole tensor that this rank holds of ``like``; reads no more of ``whole`` than that.
+    """Return this rank's local shard of a full tensor under ``like``'s placements, reading only that part of it.
 
     Args:
-        whole: Global shape, or this tensor rank's part of it; may be memory-mapped.
-        like: Whose mesh and placements count.
+        whole: Tensor of the global shape, or this tensor rank's shard of it; may be memory-mapped.
+        like: DTensor with the mesh and placements.
     """
     if not isinstance(whole, DTensor) and whole.shape != own_shape(like):
         whole = tensor_part(whole, like)
@@ -127,9 +127,9 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def whole_over_data(value: DTensor) -> Tensor:
-    """The whole tensor on every rank, or this tensor rank's part of it as a DTensor. Collective over its data axes.
+    """Gather a tensor over its data axes, to a plain tensor or a DTensor over the tensor ranks. Collective over them.
 
-    Not ``full_tensor()`` where that can be: gloo has no such collective of a GPU's tensors, and ends the process.
+    Avoids ``full_tensor()`` if possible: gloo does not support its collective on GPU tensors and ends the process.
     """
     sharded = sharded_axes(value)
     if len(sharded) != 1 or not isinstance(value.placements[sharded[0]], Shard | StridedShard):
@@ -144,7 +144,7 @@ def whole_over_data(value: DTensor) -> Tensor:
 
 
 def padded_part(value: DTensor, dim: int, size: int) -> Tensor:
-    """This rank's shard over ``size`` ranks along ``dim``, contiguous and as long as that of the first rank."""
+    """Return this rank's shard over ``size`` ranks along ``dim``, contiguous and padded to the first rank's size."""
     local = own_part(value).detach()
     shape = list(own_shape(value))
     shape[dim] = -(-shape[dim] // size)

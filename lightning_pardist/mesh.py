@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_pardist.compat.dtensor import flatten_mesh
 
-#: Mesh axes, outermost first. Ranks of one tensor group are neighbours, so that they stay inside a node.
+#: Mesh axes, outermost first. The tensor axis is innermost: ranks of a tensor group are adjacent, inside a node.
 AXES = (
     "outer_parallel",
     "pipeline_parallel",
@@ -24,30 +24,30 @@ AXES = (
 )
 PIPELINE_AXIS, TENSOR_AXIS = AXES[1], AXES[-1]
 CONTEXT_AXIS = "context_parallel"
-#: Those along which ranks have experts of their own, where there are any: samples of their own, and rows of a sequence.
+#: Axes over which experts are distributed: ranks with different samples, and with different parts of a sequence.
 EXPERT_AXES = ("expert_parallel", CONTEXT_AXIS)
-#: These together, the name of an axis of :attr:`JobMeshes.experts`.
+#: Name of the flattened expert axes in :attr:`JobMeshes.experts`.
 EXPERT_AXIS = "experts"
-#: Those along which ranks see different samples.
+#: Axes along which ranks get different samples.
 BATCH_AXES = ("outer_parallel", "data_replicate", "data_shard", "expert_parallel")
-#: Those over which gradients are averaged in every step.
+#: Axes over which gradients are averaged in every step.
 GRADIENT_AXES = ("data_replicate", "data_shard", "expert_parallel", "context_parallel")
-#: Those over which the gradients of experts are: along which ranks have the same ones. Tensor ranks have copies, which
-#: no layer's sums bring together.
+#: Axes over which expert gradients are averaged: their ranks hold the same experts. Tensor ranks hold replicas of
+#: experts whose gradients no tensor-parallel layer reduces.
 EXPERT_GRADIENT_AXES = ("data_replicate", "data_shard", "tensor_parallel")
-#: Those over which states are sharded.
+#: Axes over which parameters, gradients or optimizer state are sharded.
 SHARD_AXES = ("data_shard", "expert_parallel", "context_parallel")
-#: Those whose ranks are what the other axes leave.
+#: Axes that get the ranks that the other axes leave.
 REST_AXES = ("data_replicate", "data_shard")
-#: Those along which ranks see different samples of one model, together under the name that modules for Lightning's
-#: ``ModelParallelStrategy`` ask for.
+#: Axes along which ranks get different samples of one model, and the name of their flattened mesh, which modules
+#: written for Lightning's ``ModelParallelStrategy`` use.
 DATA_AXES = ("data_replicate", "data_shard", "expert_parallel")
 DATA_AXIS = "data_parallel"
-#: Axes that every device mesh has, of whatever size; the others are there where their size is not 1.
+#: Axes that every device mesh has, even of size 1; the others exist only if their size is above 1.
 _ALWAYS = ("pipeline_parallel", "data_replicate", "data_shard", "tensor_parallel")
-#: The order in which checkpoints before 0.1.0 list the sizes of the axes that there were.
+#: Order of axis sizes in checkpoints written before version 0.1.0.
 _UNNAMED = _ALWAYS
-#: Tensor groups talk several times a layer; past this many ranks the parts of a layer get too thin for it.
+#: Tensor groups communicate several times per layer; with more ranks the shards of a layer become too small for it.
 _LARGEST_TENSOR_GROUP = 8
 
 Degree = int | Literal["auto"]
@@ -55,15 +55,15 @@ Degree = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class JobMeshes:
-    """The device mesh of a job, and its one-dimensional meshes by purpose.
+    """Device mesh of a job, and its submeshes by purpose.
 
     Attributes:
-        all: Every axis by name.
-        batch: Ranks that see different samples.
-        gradients: Ranks whose gradients are averaged in every step. The same mesh as ``batch`` where no outer,
-            nor a context axis is in use.
-        data: Ranks that see different samples and average their gradients in every step.
-        shard: Ranks over which states are sharded, alone or behind ``data_replicate``.
+        all: Mesh with every axis by name.
+        batch: Ranks that get different samples.
+        gradients: Ranks whose gradients are averaged in every step. The same mesh as ``batch`` if neither an outer nor
+            a context axis is in use.
+        data: Ranks that get different samples and average their gradients in every step.
+        shard: Ranks over which states are sharded; two-dimensional with ``data_replicate`` first if that is in use.
     """
 
     all: DeviceMesh
@@ -75,10 +75,10 @@ class JobMeshes:
     _messages: list[ProcessGroup] = field(default_factory=list)
 
     def over(self, axes: Sequence[str]) -> ProcessGroup:
-        """The group of this rank over some axes together. Collective over the world, the first time.
+        """Return this rank's process group over some axes together. Collective over the world on the first call.
 
         Args:
-            axes: By name; those that the mesh does not have count as of size 1.
+            axes: Names of axes; axes that the mesh does not have count as of size 1.
         """
         names = self.all.mesh_dim_names or ()
         there = tuple(name for name in names if name in axes)
@@ -91,25 +91,25 @@ class JobMeshes:
 
     @property
     def experts(self) -> DeviceMesh:
-        """This rank's and those that hold other experts. Collective over the world, the first time."""
+        """Mesh of this rank and those that hold other experts. Collective over the world on the first access."""
         if EXPERT_AXES not in self._over:
             there = tuple(name for name in self.all.mesh_dim_names or () if name in EXPERT_AXES)
             self._over[EXPERT_AXES] = flatten_mesh(self.all[there], EXPERT_AXIS)
         return self._over[EXPERT_AXES]
 
     def sharded_experts(self, axes: Sequence[str]) -> DeviceMesh:
-        """Some axes, over which ranks share experts, and as the last that of :attr:`experts`. Collective as that is."""
+        """Return the mesh of ``axes``, whose ranks hold the same experts, and :attr:`experts`. Collective as that."""
         experts = self.experts
         names = (*axes, EXPERT_AXIS)
         return self.all[names] if axes else experts
 
     def messages(self, timeout: timedelta) -> ProcessGroup:
-        """A gloo group of all ranks, for messages between threads. Collective over the world, the first time.
+        """Return a gloo group of all ranks for messages between threads. Collective over the world on the first call.
 
-        Collectives of other groups cannot meet them; among themselves tags tell them apart.
+        A separate group keeps these messages apart from other collectives; tags distinguish them from each other.
 
         Args:
-            timeout: For which a message that nobody waits for in another way may be on its way.
+            timeout: Timeout of messages for which no other one applies.
         """
         if not self._messages:
             self._messages.append(new_group(backend="gloo", timeout=timeout))
@@ -118,16 +118,16 @@ class JobMeshes:
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many ways each kind of parallelism splits the job; every rank has one coordinate on each axis.
+    """Degrees of parallelism of a job; every rank has one coordinate on each axis.
 
     Attributes:
-        outer_parallel: Islands, whose parameters are brought together every so many steps.
-        pipeline_parallel: Pipeline stages, in ranks.
-        data_replicate: Replicas whose gradients are averaged and whose states are whole.
+        outer_parallel: Islands, which average their parameters every few steps.
+        pipeline_parallel: Ranks of a pipeline.
+        data_replicate: Replicas whose gradients are averaged and whose states are not sharded.
         data_shard: Ranks over which parameters, gradients or optimizer state are sharded (ZeRO, FSDP).
-        expert_parallel: Ranks that each have some of the experts of every layer, and samples of their own. Where they
-            are in use, the context ranks beside one of them have other experts again.
-        context_parallel: Ranks that share the sequence of one batch.
+        expert_parallel: Ranks that each hold some of the experts of every layer, and get different samples. If experts
+            are in use, they are distributed over the context ranks as well.
+        context_parallel: Ranks that split the sequence of one batch.
         tensor_parallel: Ranks over which single layers are split.
     """
 
@@ -151,10 +151,10 @@ class ParallelDims:
 
         Args:
             world_size: Number of ranks of the job.
-            **degrees: Sizes of axes by name, 1 for those left out; one may be ``"auto"``: what the others leave.
+            **degrees: Sizes of axes by name, 1 for those left out; one may be ``"auto"`` for the remaining ranks.
 
         Raises:
-            TypeError: If there is no axis of a name.
+            TypeError: If an axis name is unknown.
             ValueError: If two degrees are ``"auto"``, or the product does not equal ``world_size``.
         """
         degrees = {axis: degrees[axis] for axis in AXES if axis in degrees} | degrees
@@ -180,7 +180,7 @@ class ParallelDims:
 
     @classmethod
     def from_layout(cls, layout: Mapping[str, int] | list[int]) -> ParallelDims:
-        """The degrees that a checkpoint was saved with, see :attr:`layout`; a list is that of one before 0.1.0.
+        """Return the degrees of a checkpoint's :attr:`layout`; versions before 0.1.0 stored a list.
 
         Raises:
             ValueError: If the checkpoint names an axis that this version does not have.
@@ -195,11 +195,11 @@ class ParallelDims:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Sizes by axis, as checkpoints keep them: those that are not 1."""
+        """Sizes by axis as stored in checkpoints, without axes of size 1."""
         return {axis: size for axis in AXES if (size := self.size(axis)) > 1}
 
     def size(self, *axes: str) -> int:
-        """Number of ranks along some axes together."""
+        """Return the number of ranks along some axes together."""
         total = 1
         for axis in axes:
             total *= int(getattr(self, axis))
@@ -212,16 +212,16 @@ class ParallelDims:
 
     @property
     def batch_size(self) -> int:
-        """Number of ranks that see different samples."""
+        """Number of ranks that get different samples."""
         return self.size(*BATCH_AXES)
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks that see different samples and average their gradients in every step."""
+        """Number of ranks that get different samples and average their gradients in every step."""
         return self.size(*DATA_AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """This rank's index on every axis.
+        """Return a rank's coordinate on every axis.
 
         Args:
             rank: Global rank, ``0 <= rank < world_size``.
@@ -233,17 +233,17 @@ class ParallelDims:
         return found
 
     def first_ranks_along(self, *axes: str) -> tuple[int, ...]:
-        """The ranks along some axes that are the first on every other."""
+        """Return the ranks along some axes whose coordinate on every other axis is 0."""
         others = [axis for axis in AXES if axis not in axes]
         places = ((rank, self.coordinates(rank)) for rank in range(self.world_size))
         return tuple(rank for rank, place in places if not any(place[axis] for axis in others))
 
     def batch_rank(self, rank: int) -> int:
-        """This rank's index among those that see different samples, ``0 <= index < batch_size``."""
+        """Return a rank's index among those that get different samples, ``0 <= index < batch_size``."""
         return self._index(self.coordinates(rank), BATCH_AXES)
 
     def first_rank_of(self, batch_rank: int) -> int:
-        """The first of the ranks that see the samples of one batch rank."""
+        """Return the first of the ranks that get the samples of one batch rank."""
         at: dict[str, int] = {}
         for axis in reversed(BATCH_AXES):
             batch_rank, at[axis] = divmod(batch_rank, self.size(axis))
@@ -256,10 +256,10 @@ class ParallelDims:
         return index
 
     def build(self, device_type: str) -> JobMeshes:
-        """Make the device mesh and its views by purpose. Collective over the world.
+        """Build the device mesh and its submeshes by purpose. Collective over the world.
 
         Args:
-            device_type: As of :class:`torch.device`, ``"cuda"`` say.
+            device_type: Type of a :class:`torch.device`, for example ``"cuda"``.
 
         Raises:
             RuntimeError: From torch, if no default process group exists.
@@ -280,15 +280,15 @@ class ParallelDims:
         return JobMeshes(mesh, view(BATCH_AXES, "batch"), view(GRADIENT_AXES, "gradients"), data, shards)
 
     def describe(self) -> str:
-        """The degrees that differ from 1, as ``2 data_replicate x 4 tensor_parallel``."""
+        """Return the degrees above 1, formatted as ``2 data_replicate x 4 tensor_parallel``."""
         return " x ".join(f"{size} {axis}" for axis, size in self.layout.items()) or "1 process"
 
 
 def experts_beside_context(degrees: Mapping[str, Degree]) -> dict[str, Degree]:
-    """Degrees in which ``expert_parallel`` counts context ranks, as the axes have them.
+    """Convert an ``expert_parallel`` degree that includes the context ranks to the size of the mesh axis, without them.
 
     Raises:
-        ValueError: If context ranks do not divide those that hold experts.
+        ValueError: If the degree is not divisible by the number of context ranks.
     """
     experts, context = degrees.get("expert_parallel", 1), degrees.get(CONTEXT_AXIS, 1)
     if isinstance(experts, str) or experts == 1 or context == 1:
@@ -306,15 +306,15 @@ def experts_beside_context(degrees: Mapping[str, Degree]) -> dict[str, Degree]:
 
 
 def degrees_of_machine(num_nodes: int, ranks_per_node: int) -> dict[str, int]:
-    """Tensor groups inside a node, a pipeline across nodes, the rest for the data axis.
+    """Choose degrees by machine: tensor groups inside a node, a pipeline across nodes, data parallelism over the rest.
 
-    On several nodes a tensor group is a node, up to 8 ranks, and a pipeline has as many stages as the smallest prime
-    that divides the number of nodes: 2 where that is even. On one node tensor and pipeline take a factor of 2 each,
-    as far as there are factors.
+    On several nodes a tensor group spans the largest divisor of a node's ranks up to 8, and the pipeline degree is the
+    smallest prime factor of the number of nodes: 2 if that is even. On one node, tensor and then pipeline parallelism
+    get a factor of 2 each if the number of ranks has it.
 
     Args:
         num_nodes: Number of hosts.
-        ranks_per_node: Ranks on each of them.
+        ranks_per_node: Ranks on each host.
 
     Returns:
         Sizes of ``tensor_parallel`` and ``pipeline_parallel``.

@@ -1,4 +1,4 @@
-"""Parameter groups for optimizers that treat matrices apart, found from what a step does."""
+"""Parameter groups for optimizers that treat matrices separately, derived from a traced step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["ParameterGroups", "split_groups"]
 
 @dataclass(frozen=True)
 class ParameterGroups:
-    """A module's trainable parameters by what its step uses them for; names are kept, and looked up when asked for.
+    """A module's trainable parameters grouped by their role in a step.
 
-    So it may be made before a strategy shards the module, and used in ``configure_optimizers``, behind that. It is
-    copied and pickled with its module.
+    Stores names and resolves them on access. It can therefore be created before a strategy shards the module and used
+    afterwards in ``configure_optimizers``. It can be copied and pickled with its module.
 
     Attributes:
-        module: Whose parameters.
-        roles: By name; tied parameters once.
+        module: Module that owns the parameters.
+        roles: Role by parameter name; tied parameters appear once.
     """
 
     module: nn.Module
@@ -39,32 +39,32 @@ class ParameterGroups:
 
     @property
     def matrices(self) -> list[nn.Parameter]:
-        """Weights between layers, stacks of them (experts) and filters: what Muon, Shampoo and the like are for."""
+        """Weights of hidden layers, stacks of them (experts) and filters, for Muon, Shampoo and similar optimizers."""
         return self._of("matrix")
 
     @property
     def embeddings(self) -> list[nn.Parameter]:
-        """Tables that are looked up in, learned inputs, and weights of layers that meet the batch first; also tied."""
+        """Lookup tables, learned inputs, and weights of the first layers on the batch; tied ones as well."""
         return self._of("embedding")
 
     @property
     def heads(self) -> list[nn.Parameter]:
-        """Weights that no other layer follows."""
+        """Weights of layers that no other layer follows."""
         return self._of("head")
 
     @property
     def vectors(self) -> list[nn.Parameter]:
-        """Biases, gains, scalars, positions that are added; filters of one channel each."""
+        """Biases, gains, scalars, additive position embeddings; depthwise filters."""
         return self._of("vector")
 
     @property
     def unused(self) -> list[nn.Parameter]:
-        """What the traced step does not use."""
+        """Parameters that the traced step does not use."""
         return self._of("unused")
 
     @property
     def rest(self) -> list[nn.Parameter]:
-        """All but :attr:`matrices`, in the module's order."""
+        """All parameters but :attr:`matrices`, in the module's order."""
         return self._of("embedding", "head", "vector", "unused")
 
     def _of(self, *roles: Role) -> list[nn.Parameter]:
@@ -78,7 +78,7 @@ class ParameterGroups:
         return [param for _, param in found if param is not None and param.requires_grad]
 
     def __str__(self) -> str:
-        """How many there are of each, and of how many elements."""
+        """Return the number of parameters and elements of each role."""
         params = dict(self.module.named_parameters(remove_duplicate=False))
         counts, elements = Counter(self.roles.values()), Counter[str]()
         for name, role in self.roles.items():
@@ -92,13 +92,14 @@ def split_groups(
 ) -> ParameterGroups:
     """Split parameters into matrices of hidden layers, embeddings and heads, vectors and scalars.
 
-    Needs a batch: the module's own step runs once on it, and what happens to each parameter decides, not its name, its
-    module's class or its number of dims alone. A table is what rows are looked up in, a hidden matrix multiplies a
-    layer's output on its way to another layer, a head is followed by none, and the rest is used element by element.
-    Products that are written as elementwise operators and a sum are not seen as such. The module comes out as it was;
-    what was found is logged. Not collective, and the same on every rank that has a batch of the same form.
+    Needs a batch: the module's own step runs once on it, and a parameter's role follows from the operators that use it,
+    not from its name, its module's class or its number of dims alone. Rows of an embedding are looked up, a hidden
+    matrix multiplies a layer's output that leads to another layer, no layer follows a head, and the remaining
+    parameters are used elementwise. Products that are written as elementwise operators and a sum are not recognised.
+    The module is not changed, and the groups are logged. Not collective; the result is the same on every rank with a
+    batch of the same form.
 
-    Call it before the strategy has split the module, such as in ``setup``, and use what it returns wherever you like::
+    Call it before the strategy splits the module, for example in ``setup``; the result can be used at any time::
 
         def setup(self, stage):
             self.groups = split_groups(self, next(iter(self.trainer.datamodule.train_dataloader())))
@@ -107,18 +108,18 @@ def split_groups(
             return MuonAndAdamW(matrices=self.groups.matrices, rest=self.groups.rest)
 
     Args:
-        module: Whole. A ``LightningModule``, whose ``training_step`` is run, or any other, which is called. On ``meta``
-            it is traced without values, if its step needs none.
-        batch: As ``training_step`` takes it; of another module its argument, or a tuple or dict of them. On the
+        module: The unsharded module: a ``LightningModule``, whose ``training_step`` is run, or any other, which is
+            called. On ``meta`` it is traced without values, if its step needs none.
+        batch: A batch for ``training_step``; for other modules the argument, or a tuple or dict of arguments. On the
             module's device.
-        step: What to run in place of it, given the module and the batch; up to the loss. For ``training_step``s that
-            ask for their optimizers, which are not there yet.
+        step: Function of the module and the batch to run in place of ``training_step``, up to the loss. For
+            ``training_step``s that use their optimizers, which do not exist yet.
 
     Returns:
-        The groups. Frozen parameters are in none of them while they are frozen.
+        The groups, without parameters that are frozen at the time of access.
 
     Raises:
-        ValueError: If the module is split already, or its step cannot be traced.
+        ValueError: If the module is already sharded, or its step cannot be traced.
     """
     params = list(module.parameters())
     on_meta = [param.is_meta for param in params]

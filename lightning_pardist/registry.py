@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered name.
+    """A registered strategy name.
 
     Attributes:
-        name: What ``Trainer(strategy=...)`` takes.
-        path: Module in :mod:`lightning_pardist.strategies`, or in another package of this one, and class behind the
-            name, imported when it is used.
-        shards: What is divided among ranks, in a few words.
+        name: Name for ``Trainer(strategy=...)``.
+        path: Module in :mod:`lightning_pardist.strategies`, or in another subpackage, and class of the strategy,
+            imported on first use.
+        shards: What is split over ranks, in a few words.
         when: When to choose it, in one line.
-        preset: Arguments of the class that the name stands for.
+        preset: Arguments of the class that the name sets.
     """
 
     name: str
@@ -40,14 +40,14 @@ class Entry:
 
     @property
     def strategy(self) -> type[PardistStrategy]:
-        """The class behind the name."""
+        """Strategy class of the name."""
         module, _, name = self.path.rpartition(".")
         package = "lightning_pardist" if "." in module else "lightning_pardist.strategies"
         found: type[PardistStrategy] = getattr(importlib.import_module(f"{package}.{module}"), name)
         return found
 
     def make(self, **settings: Any) -> PardistStrategy:
-        """What Lightning calls for the name, with the preset as settings."""
+        """Create the strategy; Lightning calls this with the preset as settings."""
         return self.strategy(**settings)
 
 
@@ -139,10 +139,10 @@ TABLE: tuple[Entry, ...] = (
 
 
 def register() -> None:
-    """Put every name of the table into Lightning's registry. Harmless when called again.
+    """Register every name of the table in Lightning's registry. Idempotent; imports nothing.
 
-    Where Lightning is not imported yet, the names are there as soon as it is: every way to a Trainer imports the module
-    that is waited for. Nothing is imported by this.
+    If Lightning is not imported yet, registration runs on its import: every import path to a Trainer loads the module
+    that the import hook watches.
     """
     after_import("lightning.pytorch.trainer.connectors.accelerator_connector", _register)
     after_import("lightning.pytorch.cli", _explain_errors)
@@ -169,7 +169,7 @@ def _explain_errors(cli: ModuleType) -> None:
 
 
 def _find_environment() -> Any:
-    # Not before a Trainer is made: names are registered while lightning.pytorch is being imported.
+    # Imported only when a Trainer is created: names are registered while lightning.pytorch is being imported.
     return importlib.import_module("lightning_pardist.runtime.environments.find").find()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def positive(name: str, value: float, advice: str) -> float:
-    """``value``, if it is above zero.
+    """Return ``value`` if it is positive.
 
     Raises:
         ValueError: If it is not, with the advice.
@@ -20,13 +20,13 @@ def one_of(name: str, value: Any, allowed: tuple[Any, ...], *, or_else: str = ""
     """Check that ``value`` is among those allowed.
 
     Args:
-        name: Of the setting.
-        value: What was set.
-        allowed: What may be set.
-        or_else: What else may be, in words.
+        name: Name of the setting.
+        value: Value to check.
+        allowed: Allowed values.
+        or_else: Description of further allowed values, for the message.
 
     Raises:
-        ValueError: If it is not, with what is allowed.
+        ValueError: If it is not, with the allowed values.
     """
     # True == 1, but they are not the same setting.
     if not any(value == choice and type(value) is type(choice) for choice in allowed):

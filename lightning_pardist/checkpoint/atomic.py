@@ -1,8 +1,8 @@
-"""Atomic writes: a file or folder appears under its name when it is complete, or not at all.
+"""Atomic writes: a file or folder appears under its name only when it is complete.
 
-What is being written stands beside its goal under a hidden name that tells who writes it. It is flushed to the disk and
-then renamed, so that a process killed at any moment leaves what was there before, and at most a temporary, which the
-next save in that folder removes.
+Data is written next to its target under a hidden name that contains host and process id, flushed to disk and then
+renamed. A process killed at any moment leaves the previous content and at most one temporary, which the next save in
+that folder removes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 _numbers = itertools.count()
 _TEMPORARY = re.compile(r"^\.pardist-(?P<kind>tmp|old)-(?P<tag>[0-9a-f]{8})-(?P<host>.+)-(?P<pid>\d+)-(?P<number>\d+)$")
-#: Temporaries of other hosts are taken for abandoned after so many seconds without a change.
+#: Seconds without a change after which a temporary of another host counts as abandoned.
 ABANDONED_AFTER_S = 24 * 3600.0
 
 
@@ -36,9 +36,9 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
 
 
 def temporary_name(path: str, kind: str = "tmp") -> str:
-    """Return a hidden name beside ``path``, unique to this process and call.
+    """Return a hidden name next to ``path``, unique to this process and call.
 
-    The goal's own name is not in it: programs look for checkpoints by a part of their names.
+    It does not contain the target's own name, because programs search for checkpoints by a part of their names.
     """
     folder, name = os.path.split(path)
     return os.path.join(folder, f".pardist-{kind}-{_tag(name)}-{_host()}-{os.getpid()}-{next(_numbers)}")
@@ -46,22 +46,22 @@ def temporary_name(path: str, kind: str = "tmp") -> str:
 
 @contextlib.contextmanager
 def complete_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Write a file that appears under its name once the block has succeeded and it is flushed. Not collective.
+    """Write a file that appears under its name once the block has succeeded and the data is flushed. Not collective.
 
     Args:
-        path: Local path or URL that fsspec knows. An existing file is replaced in the same moment.
+        path: Local path or fsspec URL. An existing file is replaced atomically.
 
     Yields:
         A binary file to write to.
 
     Raises:
-        OSError: From the filesystem; what was at ``path`` before is still there then.
+        OSError: From the filesystem; the previous content of ``path`` is then unchanged.
     """
     goal = local_path(path)
     if goal is None:
         filesystem, plain = url_to_fs(os.fspath(path))
         filesystem.makedirs(os.path.dirname(plain), exist_ok=True)
-        # Object stores show an upload when it is finished; other remote filesystems move a temporary.
+        # Object stores publish an upload when it is finished; other remote filesystems move a temporary.
         with filesystem.transaction, filesystem.open(plain, "wb") as stream:
             yield stream
         return
@@ -86,10 +86,10 @@ def complete_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def replace_folder(temporary: str, goal: str) -> None:
-    """Rename ``temporary``, a flushed file or folder, to ``goal``, replacing what is there.
+    """Rename ``temporary``, a flushed file or folder, to ``goal``, replacing an existing one.
 
-    Where the system can exchange two names at once there is no moment without a complete ``goal``. Where it cannot,
-    the old one waits under a hidden name, from which :func:`recover` brings it back.
+    If the system can exchange two names atomically, a complete ``goal`` exists at any moment. Otherwise the old one is
+    first renamed to a hidden name, from which :func:`recover` restores it.
 
     Raises:
         OSError: From the filesystem.
@@ -111,13 +111,13 @@ def replace_folder(temporary: str, goal: str) -> None:
 
 
 def recover(path: str) -> bool:
-    """Restore what a replacement set aside before it was killed between its two renames. Not collective.
+    """Restore what a replacement set aside if it was killed between its two renames. Not collective.
 
     Args:
         path: Local path that does not exist.
 
     Returns:
-        Whether something stands at ``path`` now.
+        Whether ``path`` exists now.
     """
     if os.path.lexists(path):
         return True
@@ -129,7 +129,7 @@ def recover(path: str) -> bool:
 
 
 def discard(path: str) -> None:
-    """Remove a local file or folder; a folder disappears under its name before its files go. Harmless if absent."""
+    """Remove a local file or folder, if it exists; a folder is first renamed to a hidden name."""
     if os.path.islink(path) or os.path.isfile(path):
         os.remove(path)
     elif os.path.isdir(path):
@@ -140,18 +140,18 @@ def discard(path: str) -> None:
 
 
 def remove_abandoned(folder: str) -> None:
-    """Remove temporaries in a local folder whose writer is gone. Not collective; call it on one rank."""
+    """Remove temporaries in a local folder whose writing process has ended. Not collective; call it on one rank."""
     with contextlib.suppress(OSError):
         for entry in os.listdir(folder):
             found = _TEMPORARY.match(entry)
-            # What was put aside may be all that there is; it goes when its successor is complete.
+            # A checkpoint set aside may be the only one left; it is removed when its successor is complete.
             if found is None or found["kind"] == "old" or not _is_abandoned(os.path.join(folder, entry), found):
                 continue
             discard(os.path.join(folder, entry))
 
 
 def sync_folder(folder: str) -> None:
-    """Flush a folder's entries to disk. Does nothing on network filesystems without support for it."""
+    """Flush a folder's entries to disk; ignored on network filesystems without support for it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -191,7 +191,7 @@ def _is_abandoned(path: str, found: re.Match[str]) -> bool:
 
 
 def _exchange(first: str, second: str) -> bool:
-    """Swap two names at once (``renameat2``, Linux); whether the system could."""
+    """Exchange two names atomically (``renameat2``, Linux), and return whether the system supports it."""
     swap: Any = getattr(_libc(), "renameat2", None)
     if swap is None:
         return False

@@ -1,8 +1,8 @@
-"""Which part of a global tensor this rank holds, as n-dimensional boxes with global offsets.
+"""Representation of a rank's part of a global tensor as n-dimensional boxes with global offsets.
 
-A checkpoint stores global tensors in boxes, and any rank of any other job reads the boxes that overlap its own. All
-ways of holding a tensor come down to boxes: a whole tensor is one, a ``DTensor`` one for each run of its dims, and a
-flat slice of a tensor of ``k`` dims (ZeRO) at most ``2 k - 1``.
+A checkpoint stores global tensors in boxes, and a rank of any other job reads the boxes that overlap its own. Every
+sharding is expressed as boxes: a full tensor is one box, a ``DTensor`` one box per combination of runs of its dims, and
+a flat slice of a tensor of ``k`` dims (ZeRO) at most ``2 k - 1`` boxes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_pardist.compat.dtensor import StridedShard
 from lightning_pardist.local_tensors import tensor_axis
 
-#: Start in the global tensor, start in this rank's, length: along one dim.
+#: Contiguous range along one dim: start in the global tensor, start in the local tensor, length.
 Run = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One box of a global tensor, and its values.
+    """One box of a global tensor, with its values.
 
     Attributes:
-        offsets: Where the box begins in the global tensor.
-        values: Shape of the box; a view of what this rank holds.
+        offsets: Start of the box in the global tensor.
+        values: Tensor with the box' shape; a view of this rank's local tensor.
     """
 
     offsets: tuple[int, ...]
@@ -48,8 +48,8 @@ class Shards:
 
     Attributes:
         shape: Global shape.
-        dtype: Of all parts.
-        parts: Disjoint boxes; none where other ranks hold everything.
+        dtype: Dtype of all parts.
+        parts: Disjoint boxes; empty if other ranks hold the whole tensor.
     """
 
     shape: tuple[int, ...]
@@ -58,10 +58,10 @@ class Shards:
 
 
 def shards_of(tensor: Tensor) -> Shards:
-    """The boxes of a tensor: plain and whole, a ``DTensor`` of any mesh, or on ``meta``, of which nothing is here.
+    """Return a tensor's local boxes: of a plain full tensor, a ``DTensor`` on any mesh, or none for ``meta``.
 
     Raises:
-        ValueError: If a ``DTensor`` holds partial sums, or has a placement that is not known.
+        ValueError: If a ``DTensor`` holds partial sums, or has an unknown placement.
     """
     shape = tuple(tensor.shape)
     if tensor.is_meta:
@@ -73,12 +73,12 @@ def shards_of(tensor: Tensor) -> Shards:
 
 
 def shards_of_slice(param: Tensor, start: int, stop: int, flat: Tensor) -> Shards:
-    """The boxes of a flat slice of a parameter.
+    """Return the boxes of a flat slice of a parameter.
 
     Args:
-        param: What was sliced: a plain tensor, or a ``DTensor``, whose local part was.
-        start: First element of the slice, in the order in which the parameter's elements lie in memory.
-        stop: Behind the last.
+        param: The sliced parameter: a plain tensor, or a ``DTensor``, whose local tensor is sliced.
+        start: First element of the slice, in the memory order of the parameter's elements.
+        stop: End of the slice, exclusive.
         flat: Values of the slice, shape ``[stop - start]``.
     """
     local = param.to_local() if isinstance(param, DTensor) else param
@@ -96,15 +96,15 @@ def shards_of_slice(param: Tensor, start: int, stop: int, flat: Tensor) -> Shard
 
 
 def whole_runs(shape: Sequence[int]) -> list[list[Run]]:
-    """Runs of a tensor that is here whole."""
+    """Return the runs of a full local tensor."""
     return [[(0, 0, size)] for size in shape]
 
 
 def runs_of(tensor: DTensor) -> list[list[Run]]:
-    """For each dim, the runs of global indices that this rank's local tensor holds, in its own order.
+    """Return for each dim the runs of global indices that this rank's local tensor holds, in local order.
 
     Raises:
-        ValueError: If the tensor holds partial sums, or has a placement that is not known.
+        ValueError: If the tensor holds partial sums, or has an unknown placement.
     """
     held: list[list[tuple[int, int]]] = [[(0, size)] for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
@@ -120,7 +120,7 @@ def runs_of(tensor: DTensor) -> list[list[Run]]:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut elements ``start`` to ``stop`` of a row-major tensor into boxes, in order: at most ``2 * len(shape) - 1``.
+    """Split elements ``start`` to ``stop`` of a row-major tensor into at most ``2 * len(shape) - 1`` boxes, in order.
 
     Yields:
         Offsets and sizes of a box.
@@ -148,7 +148,7 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tu
 def overlap(
     offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The box that two boxes share, in global offsets, or None. Boxes without dims are one element."""
+    """Return the intersection of two boxes in global offsets, or None. Boxes without dims are one element."""
     low = tuple(max(a, b) for a, b in zip(offsets, other_offsets, strict=True))
     high = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes, strict=True))
     if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -157,7 +157,7 @@ def overlap(
 
 
 def within(part: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """The view of a part's values that a smaller box covers."""
+    """Return the view of a part's values that a smaller box covers."""
     view = part.values
     for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
         view = view.narrow(dim, start - part.offsets[dim], size)
@@ -165,7 +165,7 @@ def within(part: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """Dims in the order in which they lie in memory, outermost first; row-major unless channels come last."""
+    """Return the dims in memory order, outermost first: row-major, or channels last."""
     if tensor.dim() in (4, 5):
         last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
         if tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
@@ -179,7 +179,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[t
 
 
 def _located(values: Tensor, runs: Sequence[Sequence[Run]], at: Sequence[int] | None = None) -> Iterator[Chunk]:
-    """Parts of a local box, which begins at local index ``at``, cut where global indices do not follow each other."""
+    """Yield a local box, starting at local index ``at``, as chunks with contiguous global indices."""
     at = [0] * values.dim() if at is None else at
     if values.numel() == 0 and not all(runs):
         return
@@ -208,10 +208,11 @@ def _dim_of(placement: Placement) -> int:
 
 
 def _in_order(tensor: DTensor) -> list[tuple[int, int, int]]:
-    """Mesh axes in the order in which they split a tensor, with the dim and the number of segments that each splits.
+    """Return mesh axes in the order in which they split a tensor, with the dim and the number of segments of each.
 
-    Where a tensor is split over tensor ranks, ``fully_shard`` has split what each of them holds once more, into runs,
-    whatever the placements say: torch's notation cannot tell it of the queries, keys and values of one projection.
+    If a tensor is split over tensor ranks, data sharding (``fully_shard``) has split each tensor shard afterwards,
+    into contiguous runs, whatever the order of the placements: torch's notation cannot express it for a fused
+    projection of queries, keys and values.
     """
     found = [
         (axis, _dim_of(placement) % tensor.dim(), int(getattr(placement, "split_factor", 1)))
@@ -225,7 +226,7 @@ def _in_order(tensor: DTensor) -> list[tuple[int, int, int]]:
 
 
 def _split(pieces: list[tuple[int, int]], segments: int, size: int, index: int) -> list[tuple[int, int]]:
-    """What one rank keeps of the runs of a dim, each segment split as torch does: parts rounded up, the last short."""
+    """Return one rank's share of the runs of a dim; each segment is chunked as in torch, the last part shorter."""
     total = sum(length for _, length in pieces)
     segment = -(-total // segments) if total else 0
     kept: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Converts folder to single file and back, and inspects either, one tensor in memory at a time."""
+"""Conversion between checkpoint folder and single file, and inspection of both, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from lightning_pardist.checkpoint.tensors import (
 
 @dataclass(frozen=True)
 class Contents:
-    """What is inside a checkpoint.
+    """Contents of a checkpoint.
 
     Attributes:
-        path: Where it is.
+        path: Path of the checkpoint.
         form: ``"full"`` or ``"sharded"``.
         files: Number of files.
-        file_bytes: Their size.
+        file_bytes: Total size of the files.
         module: Name -> (dtype, shape) of the module's tensors.
         optimizers: Bytes of each optimizer's state.
-        about: Strategy, world size, step, epoch and versions, as far as the checkpoint knows.
+        about: Strategy, world size, step, epoch and versions, as far as the checkpoint stores them.
     """
 
     path: str
@@ -52,12 +52,12 @@ class Contents:
 
     @property
     def module_bytes(self) -> int:
-        """Size of the module's tensors, each counted under every name that it has."""
+        """Bytes of the module's tensors; tied tensors are counted once per name."""
         return sum(math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in self.module.values())
 
     @property
     def num_elements(self) -> int:
-        """Elements of the module's tensors."""
+        """Number of elements of the module's tensors."""
         return sum(math.prod(shape) for _, shape in self.module.values())
 
 
@@ -65,14 +65,14 @@ def to_file(folder: str | os.PathLike[str], path: str | os.PathLike[str], *, wei
     """Write a checkpoint folder as Lightning's single file. Not collective.
 
     Args:
-        folder: Local path or URL; it is checked first.
-        path: Where the file is to appear, complete or not at all.
-        weights_only: As ``torch.load`` takes it. By default no code from the checkpoint is run.
+        folder: Local path or URL; verified first.
+        path: Path of the file, which is written atomically.
+        weights_only: As for ``torch.load``. By default no code from the checkpoint is run.
 
     Raises:
         FileNotFoundError: If there is no complete folder.
-        DamagedCheckpointError: If a file of it is missing, truncated or altered.
-        pickle.UnpicklingError: If it holds objects that take code to build.
+        DamagedCheckpointError: If one of its files is missing, truncated or altered.
+        pickle.UnpicklingError: If it holds objects that need code to load.
     """
     reader = FolderReader(folder)
     verify_files(folder, reader.manifest)
@@ -117,15 +117,15 @@ def to_folder(
     """Write Lightning's single file as a checkpoint folder. Not collective.
 
     Args:
-        path: Local path or URL; it is checked first.
-        folder: Where the folder is to appear, complete or not at all.
-        weights_only: As ``torch.load`` takes it. By default no code from the checkpoint is run.
+        path: Local path or URL; verified first.
+        folder: Path of the folder, which is written atomically.
+        weights_only: As for ``torch.load``. By default no code from the checkpoint is run.
 
     Raises:
         FileNotFoundError: If there is no such file.
         DamagedCheckpointError: If it is truncated or altered.
         ValueError: If it is not a Lightning checkpoint.
-        pickle.UnpicklingError: If it holds objects that take code to build.
+        pickle.UnpicklingError: If it holds objects that need code to load.
     """
     state = _checked_file(path, weights_only)
     tensors, aliases, rest = module_shards(state["state_dict"])
@@ -150,14 +150,14 @@ def contents(path: str | os.PathLike[str], *, check: bool = False, weights_only:
 
     Args:
         path: Local path or URL.
-        check: Whether to compare every byte with the checksums.
-        weights_only: As ``torch.load`` takes it. By default no code from the checkpoint is run.
+        check: Whether to verify all checksums.
+        weights_only: As for ``torch.load``. By default no code from the checkpoint is run.
 
     Raises:
-        FileNotFoundError: If there is none.
+        FileNotFoundError: If the checkpoint does not exist.
         DamagedCheckpointError: If it is damaged, as far as it was read.
         ValueError: If it is not a Lightning checkpoint.
-        pickle.UnpicklingError: If it is a file that holds objects that take code to build.
+        pickle.UnpicklingError: If it is a file that holds objects that need code to load.
     """
     if not is_folder(path):
         state = _checked_file(path, weights_only, check=check)

@@ -1,4 +1,4 @@
-"""Coordination of the ranks of a save, over a process group or, from a background thread, the job's store."""
+"""Coordination of ranks during a save, over a process group or, from a background thread, over the job's store."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ class Coordinator(Protocol):
     world_size: int
 
     def gather(self, value: Any) -> list[Any]:
-        """All ranks' values by rank, on the first; an empty list elsewhere."""
+        """Return all ranks' values by rank on the first rank; an empty list on the others."""
         ...
 
     def broadcast(self, value: Any) -> Any:
-        """The first rank's value, everywhere."""
+        """Return the first rank's value on every rank."""
         ...
 
 
 class SingleCoordinator:
-    """One process."""
+    """Coordinator of a single process."""
 
     rank = 0
     world_size = 1
 
     def gather(self, value: Any) -> list[Any]:
-        """The value itself."""
+        """Return a list of the value."""
         return [value]
 
     def broadcast(self, value: T) -> T:
-        """The value itself."""
+        """Return the value."""
         return value
 
 
 class GroupCoordinator:
-    """Collectives over a process group.
+    """Coordinator that uses collectives over a process group.
 
     Args:
-        group: Who takes part; the world if None.
+        group: Participating ranks; the world if None.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -63,33 +63,33 @@ class GroupCoordinator:
         self.world_size = dist.get_world_size(group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Collective over the group."""
+        """Gather picklable objects on the first rank. Collective over the group."""
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         dist.gather_object(value, values, group=self.group, group_dst=0)
         return values or []
 
     def broadcast(self, value: T) -> T:
-        """Collective over the group."""
+        """Broadcast the first rank's object. Collective over the group."""
         box = [value]
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
 
 def world_coordinator() -> Coordinator:
-    """Coordinate all ranks by collectives."""
+    """Return a coordinator of all ranks that uses collectives."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     return SingleCoordinator() if alone else GroupCoordinator()
 
 
 class StoreCoordinator:
-    """Exchanges over the job's store by its own connection, independent of the main thread's collectives.
+    """Coordinator over a separate connection to the job's store, independent of the main thread's collectives.
 
     Args:
         store: The job's store.
-        name: Equal on all ranks and new for every save.
+        name: Name of the save, equal on all ranks and unique.
         rank: This rank in the world.
         world_size: Number of ranks.
-        timeout_s: Bound on the wait for another rank.
+        timeout_s: Timeout of the wait for another rank, in seconds.
     """
 
     def __init__(self, store: Store, *, name: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -100,10 +100,10 @@ class StoreCoordinator:
         self._rounds = itertools.count()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank puts its value, the first one takes them all away.
+        """Store every rank's value; the first rank reads and deletes them.
 
         Raises:
-            RuntimeError: From torch, if a rank does not answer in time.
+            RuntimeError: From torch, if a rank does not store its value in time.
         """
         number = next(self._rounds)
         if self.rank:
@@ -118,10 +118,10 @@ class StoreCoordinator:
         return values
 
     def broadcast(self, value: T) -> T:
-        """The first rank puts its value, the others read it; the last reader takes it away.
+        """Store the first rank's value; the others read it, and the last reader deletes it.
 
         Raises:
-            RuntimeError: From torch, if the first rank does not answer in time.
+            RuntimeError: From torch, if the first rank does not store its value in time.
         """
         number = next(self._rounds)
         if self.rank == 0:
@@ -139,14 +139,14 @@ def together(exchange: Coordinator, what: str, run: Callable[[], T]) -> T:
     """Run a function on every rank; if it fails on any, raise on all of them. Collective over the exchange.
 
     Args:
-        exchange: Who takes part.
-        what: Said in the error, as in ``"Saving x.ckpt"``.
-        run: Not collective.
+        exchange: Coordinator of the participating ranks.
+        what: Description for the error message, for example ``"Saving x.ckpt"``.
+        run: Function to run. Not collective.
 
     Raises:
         BaseException: On ranks where the function failed, its error.
-        RuntimeError: On the others, with the first failing rank's reason; a missing or damaged checkpoint and one that
-            takes code to load raise what that rank did.
+        RuntimeError: On the others, with the first failing rank's reason. For a missing or damaged checkpoint and one
+            that needs code to load, all ranks raise the failing rank's type of error.
     """
     failure: Exception | None = None
     result: T | None = None

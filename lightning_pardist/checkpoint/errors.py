@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class DamagedCheckpointError(RuntimeError):
-    """A checkpoint is truncated, altered or misses a part; the message names the file. Nothing was loaded from it."""
+    """A checkpoint is truncated, altered or incomplete. The message names the file; nothing was loaded from it."""
 
 
 class NotACheckpointError(DamagedCheckpointError):
-    """What was named as a checkpoint is something else, or damaged from its first byte."""
+    """A file is not a checkpoint, or is damaged from its first byte."""

@@ -1,8 +1,8 @@
 """Sharded checkpoint: a folder that all ranks write in parallel.
 
-The folder is one that torch's distributed checkpoint (DCP) reads; beside DCP's ``.metadata`` stand the Trainer's state
-(``meta.pt``) and a manifest with checksums, from which this package reads, so that nothing has to be unpickled. It is
-written under a hidden name and renamed when every rank has flushed its file and said so.
+torch's distributed checkpoint (DCP) can read the folder. Besides DCP's ``.metadata`` it contains the Trainer's state
+(``meta.pt``) and a manifest with checksums, from which this package reads tensors without unpickling. It is written
+under a hidden name and renamed after every rank has flushed its file and reported it.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Listed:
-    """A rank's report to the first one about a tensor: everything but the values.
+    """A rank's metadata of a tensor, sent to the first rank: everything but the values.
 
     Attributes:
         shape: Global shape.
-        dtype: Of all parts.
+        dtype: Dtype of all parts.
         boxes: Offsets and sizes of the rank's parts.
     """
 
@@ -71,13 +71,13 @@ class Listed:
 
     @classmethod
     def of(cls, held: Shards) -> Listed:
-        """What a rank holds, without the values."""
+        """Return the metadata of a rank's shards."""
         return cls(held.shape, held.dtype, tuple((part.offsets, part.sizes) for part in held.parts))
 
 
 @dataclass(frozen=True)
 class _Written:
-    """A rank's report to the first one once its file is on disk."""
+    """A rank's report to the first rank after its file is on disk."""
 
     file: str | None
     size: int
@@ -87,13 +87,13 @@ class _Written:
 
 
 class FolderSave:
-    """One save: :meth:`plan`, then, if training is to go on meanwhile, :meth:`stage`, then :meth:`write`.
+    """One sharded save: call :meth:`plan`, then for an asynchronous save :meth:`stage`, then :meth:`write`.
 
     Args:
-        tensors: What this rank holds of every tensor, by key. Keys may differ between ranks.
-        aliases: Key -> key of the tensor that it is tied to, as far as this rank knows.
-        path: Where the folder is to appear: a local path or URL.
-        about: What the manifest says of the checkpoint's origin; the first rank's counts.
+        tensors: This rank's shards by key. Keys may differ between ranks.
+        aliases: Key -> key of the tensor it is tied to, on this rank.
+        path: Path of the folder: a local path or URL.
+        about: Origin of the checkpoint for the manifest; the first rank's is used.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class FolderSave:
         self._folder = ""
 
     def plan(self, exchange: Coordinator) -> None:
-        """Agree on who writes what: every box once, and every rank about as many bytes. Collective.
+        """Assign boxes to ranks: every box is written once, with bytes balanced over ranks. Collective.
 
         Raises:
-            RuntimeError: If no rank holds a part of some tensor, or the folder cannot be made.
+            RuntimeError: If the ranks' shards do not cover a tensor, or the folder cannot be created.
         """
         listing = {key: Listed.of(held) for key, held in self._tensors.items()}
         everything = exchange.gather((listing, self._aliases))
@@ -136,19 +136,19 @@ class FolderSave:
         self._tensors = {}
 
     def stage(self) -> None:
-        """Copy what this rank is going to write to host memory, so that training may go on. Not collective."""
+        """Copy this rank's boxes to host memory, after which training may continue. Not collective."""
         self._work = [(key, replace(part, values=_on_host(part.values, copy=True))) for key, part in self._work]
 
     def write(self, exchange: Coordinator, trainer_state: Any) -> None:
-        """Write, flush, agree and rename. Collective over the exchange.
+        """Write and flush this rank's file, then rename the folder. Collective over the exchange.
 
         Args:
-            exchange: Who takes part.
-            trainer_state: What ``torch.save`` writes beside the tensors; the first rank's counts.
+            exchange: Coordinator of the participating ranks.
+            trainer_state: Object that ``torch.save`` writes next to the tensors; the first rank's is used.
 
         Raises:
-            OSError: On the rank whose filesystem refused; what was at the path before is still there.
-            RuntimeError: On the others; and if the first rank does not see the others' files.
+            OSError: On the rank whose filesystem failed; the previous content of the path is unchanged.
+            RuntimeError: On the other ranks; and if the first rank does not see the others' files.
         """
         try:
             written = together(exchange, f"Saving {self.path}", lambda: self._write_own(exchange.rank))
@@ -173,7 +173,7 @@ class FolderSave:
         filesystem, folder = url_to_fs(self._folder)
         name = f"__{rank}_0.distcp"
         items: list[tuple[str, Chunk, int, int]] = []
-        # On a filesystem that this node does not share with the first rank's, the folder is not there yet.
+        # The folder does not exist yet on a filesystem that is not shared with the first rank's node.
         filesystem.makedirs(folder, exist_ok=True)
         with filesystem.open(f"{folder}/{name}", "wb") as stream:
             counted = _Counted(stream)
@@ -217,7 +217,7 @@ class FolderSave:
         files[".metadata"] = self._put(".metadata", lambda stream: pickle.dump(self._dcp(reports), stream))
         files[TRAINER_STATE] = self._put(TRAINER_STATE, lambda stream: torch.save(trainer_state, stream))
         manifest = Manifest(tensors, files, self._aliases, self.about)
-        # The last file: without it the folder is no checkpoint, which is what counts where folders cannot be renamed.
+        # Written last: without it the folder is no checkpoint, which matters on filesystems without atomic renames.
         self._put(MANIFEST, lambda stream: stream.write(manifest.to_bytes()))
         if (goal := local_path(self.path)) is not None:
             sync_folder(self._folder)
@@ -253,13 +253,13 @@ class FolderSave:
 
 
 class FolderReader:
-    """Reads boxes of a checkpoint folder's tensors through a memory map.
+    """Reader of a checkpoint folder's tensors; local files are memory-mapped.
 
     Args:
         folder: Local path or URL.
 
     Raises:
-        FileNotFoundError: If it is no complete checkpoint folder.
+        FileNotFoundError: If it is not a complete checkpoint folder.
         DamagedCheckpointError: If its manifest is damaged; see :func:`~.manifest.verify_files` for the rest.
     """
 
@@ -272,15 +272,15 @@ class FolderReader:
         return key in self.manifest.tensors or key in self.manifest.aliases
 
     def describe(self, key: str) -> StoredTensor:
-        """Shape, dtype and boxes of a tensor.
+        """Return shape, dtype and boxes of a tensor.
 
         Raises:
-            KeyError: If there is none under that key.
+            KeyError: If the folder has no tensor with this key.
         """
         return self.manifest.tensors[self.manifest.aliases.get(key, key)]
 
     def read_into(self, key: str, shards: Shards) -> None:
-        """Fill parts of a tensor in place, dtypes converted. Not collective.
+        """Fill local shards of a tensor in place, converting dtypes. Not collective.
 
         Raises:
             ValueError: If the shapes differ.
@@ -299,7 +299,7 @@ class FolderReader:
                         within(part, *common).copy_(within(source, *common))
 
     def read(self, key: str) -> Tensor:
-        """A whole tensor: mapped where the folder holds it in one box, put together where it does not."""
+        """Return a full tensor: mapped if the folder stores it in one box, assembled otherwise."""
         stored = self.describe(key)
         if len(stored.boxes) == 1 and stored.boxes[0].sizes == stored.shape:
             return self._values(stored, stored.boxes[0])
@@ -308,10 +308,10 @@ class FolderReader:
         return whole
 
     def trainer_state(self, *, weights_only: bool | None = None) -> Any:
-        """What was saved beside the tensors.
+        """Load the Trainer's state that was saved next to the tensors.
 
         Raises:
-            pickle.UnpicklingError: If it holds objects that take code to build.
+            pickle.UnpicklingError: If it holds objects that need code to load.
         """
         return load_file(f"{self.path.rstrip('/')}/{TRAINER_STATE}", weights_only=weights_only)
 
@@ -334,7 +334,7 @@ class FolderReader:
 
 
 class _Counted:
-    """A file to write to that knows its position and checksum."""
+    """Writable file wrapper that tracks position and checksum."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -356,7 +356,7 @@ class _Counted:
 
 
 class _Section(io.RawIOBase):
-    """A section of a file, to read."""
+    """Read-only view of a section of a file."""
 
     def __init__(self, stream: IO[bytes], begin: int, length: int) -> None:
         self._stream = stream
@@ -391,7 +391,7 @@ def _make_folder(path: str) -> str:
     if goal is None:
         filesystem, plain = url_to_fs(path)
         if filesystem.exists(plain):
-            # Not a checkpoint any more from the first file on that goes.
+            # Not atomic: the old checkpoint is invalid once its first file is removed.
             filesystem.rm(plain, recursive=True)
         filesystem.makedirs(plain, exist_ok=True)
         return path
@@ -409,15 +409,15 @@ def divide(
     """Assign each box to one of the ranks that hold it, the least loaded first.
 
     Args:
-        listings: What each rank holds, by key.
-        wanted: The tensors to divide, in this order.
-        first_if_it_can: Whether the first rank takes everything that it has.
+        listings: Metadata of each rank's shards, by key.
+        wanted: The tensors to assign, in this order.
+        first_if_it_can: Whether the first rank is assigned every box that it holds.
 
     Returns:
-        By rank, keys and indices of parts, keys in the order of ``wanted``.
+        For each rank, keys and indices of parts, keys in the order of ``wanted``.
 
     Raises:
-        ValueError: If the boxes of a tensor do not make up the whole.
+        ValueError: If the boxes of a tensor do not cover it.
     """
     load: list[float] = [0.0] * len(listings)
     if first_if_it_can:
@@ -443,7 +443,7 @@ def divide(
 
 
 def _on_host(values: Tensor, *, copy: bool = False) -> Tensor:
-    """Row-major values in host memory, in a storage of their own size."""
+    """Return row-major values in host memory, in a storage of exactly their size."""
     host = values.detach().to("cpu", copy=copy).contiguous()
     if host.untyped_storage().nbytes() != host.numel() * host.element_size():
         host = host.clone(memory_format=torch.contiguous_format)
@@ -451,7 +451,7 @@ def _on_host(values: Tensor, *, copy: bool = False) -> Tensor:
 
 
 def _values_start(stream: IO[bytes], begin: int, length: int) -> int:
-    """The byte in a file at which the values of a tensor begin, of which there is an archive."""
+    """Return the byte offset in a file of a tensor's values inside its embedded archive."""
     with zipfile.ZipFile(_Section(stream, begin, length)) as archive:
         record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
     stream.seek(begin + record.header_offset + 26)

@@ -1,7 +1,7 @@
-"""Full checkpoint: the single file that ``torch.load`` reads without this package, verified before use.
+"""Full checkpoint: a single file that ``torch.load`` reads without this package, verified before use.
 
-torch's format is a zip archive that keeps a CRC-32 with every record, so a checkpoint needs no checksum of ours: a file
-that Lightning or ``torch.save`` wrote is checked as well as our own, and nothing is lost when it is copied.
+torch's format is a zip archive with a CRC-32 per record, so no further checksum is needed: files written by Lightning
+or ``torch.save`` are verified in the same way, and a copy of the file stays verifiable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_pardist.checkpoint.errors import DamagedCheckpointError, NotAChec
 from lightning_pardist.checkpoint.stream import write_archive
 
 _ZIP_START = b"PK\x03\x04"
-#: Of a pickle, as which torch before version 1.6 began its files.
+#: First byte of a pickle; torch before version 1.6 wrote its files as pickles.
 _PICKLE_START = b"\x80"
 _CHUNK_BYTES = 2**22
 
@@ -29,32 +29,32 @@ def save_file(state: Any, path: str | os.PathLike[str]) -> None:
     """Save a file for ``torch.load`` atomically. Not collective.
 
     Args:
-        state: What ``torch.save`` takes, :class:`~.stream.LazyTensor` objects for tensors that are read when their turn
-            comes.
+        state: Object for ``torch.save``, with :class:`~.stream.LazyTensor` objects for tensors that are read when they
+            are written.
         path: Local path or URL.
 
     Raises:
-        OSError: From the filesystem; what was at ``path`` before is still there then.
+        OSError: From the filesystem; the previous content of ``path`` is then unchanged.
     """
     with complete_file(path) as stream:
         write_archive(state, stream)
 
 
 def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
-    """Read a file of :func:`save_file` or ``torch.save``, tensors in host memory. Not collective.
+    """Load a file of :func:`save_file` or ``torch.save``, with tensors in host memory by default. Not collective.
 
-    Tensors of a local file are memory-mapped: a page is read when it is touched, and writing to one leaves the file as
-    it is. Damage is looked for by :func:`verify_file`, not here.
+    Tensors of a local file are memory-mapped: a page is read on first access, and writes do not change the file. Does
+    not verify checksums; see :func:`verify_file`.
 
     Args:
         path: Local path or URL.
-        map_location: As ``torch.load`` takes it.
-        weights_only: As ``torch.load`` takes it. By default no code from the file is run.
+        map_location: As for ``torch.load``.
+        weights_only: As for ``torch.load``. By default no code from the file is run.
 
     Raises:
-        NotACheckpointError: If it is no file of torch at all.
-        DamagedCheckpointError: If it cannot be read for its structure.
-        pickle.UnpicklingError: If it holds objects that take code to build, with the classes and two ways out.
+        NotACheckpointError: If it is not a torch file.
+        DamagedCheckpointError: If its structure cannot be read.
+        pickle.UnpicklingError: If it holds objects that need code to load, with the classes and two remedies.
     """
     plain = local_path(path)
     try:
@@ -80,14 +80,14 @@ def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu", weight
 def verify_file(path: str | os.PathLike[str]) -> None:
     """Read a whole checkpoint file and compare every record with its checksum. Not collective.
 
-    Files in torch's format of before version 1.6 have no checksums, and pass.
+    Files in the format of torch before version 1.6 have no checksums and always pass.
 
     Args:
         path: Local path or URL.
 
     Raises:
         DamagedCheckpointError: If the file is truncated or altered, with its name.
-        FileNotFoundError: If there is none.
+        FileNotFoundError: If the file does not exist.
     """
     filesystem, plain = url_to_fs(os.fspath(path))
     with filesystem.open(plain, "rb") as stream:
@@ -116,14 +116,14 @@ def _verify_records(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> N
             wrong.append(record.filename)
             reason = str(error)
     if len(wrong) > 1 and len(wrong) == len(archive.infolist()) and "CRC" in reason:
-        # Every record, down to the ones of a byte: written with torch's checksums switched off.
+        # All records mismatch, even those of one byte: the file was written with torch's checksums switched off.
         return
     if wrong:
         raise DamagedCheckpointError(_damaged(path, f"record {wrong[0]!r} does not match its checksum ({reason})"))
 
 
 def _check_kind(stream: IO[bytes], path: str | os.PathLike[str]) -> None:
-    """Refuse what is no file of torch, before torch says so in numbers."""
+    """Raise :class:`NotACheckpointError` for a file not in torch's format; torch's own error would be unclear."""
     start = stream.read(len(_ZIP_START))
     if start == _ZIP_START:
         stream.seek(0)
@@ -152,7 +152,7 @@ def _classes_that_take_code(path: str | os.PathLike[str], error: Exception) -> l
                 return sorted(classes)
     except Exception:
         pass
-    # Files in the old format cannot be asked; torch's own words name the class.
+    # The old format does not support the query; torch's error message names the class.
     return [str(error).splitlines()[-1]] if "GLOBAL" in str(error) else []
 
 

@@ -1,4 +1,4 @@
-"""Gathers sharded tensors on the first rank, one at a time."""
+"""Gathering of sharded tensors on the first rank, one at a time."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ from lightning_pardist.compat.process_groups import device_types
 def assemble(tensors: Mapping[str, Shards], exchange: Coordinator) -> dict[str, Tensor]:
     """Gather tensors on the first rank. Collective over the exchange's group.
 
-    What the first rank has is not sent, and a tensor that it has whole is returned as it is. Every other rank sends
-    each box that nobody before it has, in one order that all ranks know, and holds a copy of one box at a time.
+    Boxes that the first rank holds are not sent, and a tensor that it holds in full is returned as it is. Every other
+    box is sent by one of the ranks that hold it, in an order that is the same on all ranks; a rank copies one box at a
+    time.
 
     Args:
-        tensors: What this rank holds, by key; keys may differ between ranks.
-        exchange: Who takes part.
+        tensors: This rank's shards by key; keys may differ between ranks.
+        exchange: Coordinator of the participating ranks.
 
     Returns:
-        On the first rank whole tensors by key, those that were put together in host memory; nothing elsewhere.
+        On the first rank full tensors by key, the assembled ones in host memory; an empty dict elsewhere.
 
     Raises:
-        RuntimeError: On every rank, if the parts of a tensor do not make up the whole.
+        RuntimeError: On every rank, if the shards of a tensor do not cover it.
     """
     listings = exchange.gather({key: Listed.of(held) for key, held in tensors.items()})
     wanted = {key: entry for listed in reversed(listings) for key, entry in listed.items()}
@@ -87,13 +88,13 @@ def assemble_module(own: Mapping[str, Any], exchange: Coordinator, *, like: Mapp
     """Gather a module's state on the first rank. Collective over the exchange.
 
     Args:
-        own: What this rank answers for, tensors of others on ``meta``.
-        exchange: Who takes part.
+        own: State dict with the entries that this rank contributes; tensors of other ranks are on ``meta``.
+        exchange: Coordinator of the participating ranks.
         like: The state dict of this rank, with all names in their order.
 
     Returns:
-        The state dict of one process on the first rank, behind it what other ranks alone have; elsewhere tensors that
-        this rank does not have whole are on ``meta``.
+        On the first rank the full state dict, followed by entries that only other ranks hold; on the other ranks a
+        state dict in which sharded tensors are on ``meta``.
     """
     tensors, aliases, rest = module_shards(own)
     gathered = exchange.gather((aliases, rest))
@@ -120,17 +121,17 @@ def assemble_optimizer(
     """Gather an optimizer's state on the first rank. Collective over the exchange.
 
     Args:
-        index: Which of the Trainer's optimizers.
-        optimizer: It.
-        slots: What it holds of the user's parameters on this rank.
-        names: The module's names of its parameters.
-        exchange: Who takes part.
+        index: Index of the optimizer in the Trainer.
+        optimizer: The optimizer.
+        slots: Its slots for the user's parameters on this rank.
+        names: Names of its parameters in the module.
+        exchange: Coordinator of the participating ranks.
 
     Returns:
-        The state dict of one process on the first rank, elsewhere parameter groups without state.
+        The full state dict on the first rank; elsewhere parameter groups without state.
 
     Raises:
-        RuntimeError: On the first rank, if others have state of parameters that it does not know.
+        RuntimeError: On the first rank, if other ranks hold state of parameters that its optimizer does not have.
     """
     tensors, own = optimizer_shards(index, optimizer, slots, names)
     state = merged_small(exchange.gather(own["small"]))
@@ -141,7 +142,7 @@ def assemble_optimizer(
             state.setdefault(number, {}).update({key: whole[full_key] for key, full_key in keys.items()})
             unknown.difference_update(keys.values())
     if unknown:
-        # Never a checkpoint that lacks something without a word.
+        # Do not write an incomplete checkpoint silently.
         raise RuntimeError(
             f"{type(optimizer).__name__} has state on other ranks that belongs to no parameter known here:"
             f" {', '.join(sorted(unknown)[:3])}. Give it the same parameters, by the same names, on all ranks."
@@ -151,7 +152,7 @@ def assemble_optimizer(
 
 
 def merged_small(of_ranks: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """Merge the ranks' small optimizer values; the first rank that has one counts."""
+    """Merge the ranks' small optimizer values; the first rank that holds a value takes precedence."""
     merged: dict[int, dict[str, Any]] = {}
     for found in of_ranks:
         for number, values in found.items():
@@ -175,6 +176,6 @@ def _group_of(exchange: Coordinator) -> dist.ProcessGroup | None:
 
 
 def _wire(group: dist.ProcessGroup) -> torch.device:
-    """Host memory where the group sends from it; it is where the tensors go."""
+    """Return the device to send from: the host, where gathered tensors are stored, if the group supports it."""
     kinds = [device.type for device in device_types(group)]
     return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])

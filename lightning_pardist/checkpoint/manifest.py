@@ -1,4 +1,4 @@
-"""Table of contents of a checkpoint folder: tensors, files, checksums, origin."""
+"""Manifest of a checkpoint folder: tensors, files, checksums and origin."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class StoredBox:
     """One box of a tensor in a file.
 
     Attributes:
-        file: Name in the folder.
-        start: Byte at which its values begin, row-major and without gaps.
-        offsets: Where the box begins in the global tensor.
-        sizes: Its extent.
+        file: Name of the file in the folder.
+        start: Byte offset of its values, which are row-major and contiguous.
+        offsets: Start of the box in the global tensor.
+        sizes: Shape of the box.
     """
 
     file: str
@@ -38,12 +38,12 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One global tensor.
+    """One global tensor in a checkpoint folder.
 
     Attributes:
-        dtype: As ``"float32"``.
+        dtype: Name of the dtype, such as ``"float32"``.
         shape: Global shape.
-        boxes: Disjoint, together the whole.
+        boxes: Disjoint boxes that cover the tensor.
     """
 
     dtype: str
@@ -53,12 +53,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint folder's table of contents.
+    """Manifest of a checkpoint folder.
 
     Attributes:
-        tensors: By key: ``model.NAME`` for the module's state, ``optimizer_I.state.NAME.KEY`` for optimizers'.
+        tensors: Tensors by key: ``model.NAME`` for the module's state, ``optimizer_I.state.NAME.KEY`` for optimizers'.
         files: Name -> (bytes, CRC-32) of every other file.
-        aliases: Key -> key of the tensor that it is tied to.
+        aliases: Key -> key of the tensor it is tied to.
         about: Strategy, degrees, world size, step, epoch and versions.
     """
 
@@ -68,7 +68,7 @@ class Manifest:
     about: dict[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """As it stands in the folder, its own checksum included."""
+        """Return the manifest as stored in the folder, including its own checksum."""
         content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         body = json.dumps(content, separators=(",", ":"))
         return json.dumps({"crc32": zlib.crc32(body.encode()), "content": content}, separators=(",", ":")).encode()
@@ -81,8 +81,8 @@ class Manifest:
             folder: Local path or URL.
 
         Raises:
-            FileNotFoundError: If the folder has none, and so is no checkpoint of this package, or not a complete one.
-            DamagedCheckpointError: If it does not match its checksum.
+            FileNotFoundError: If the folder has no manifest: it is no checkpoint of this package, or an incomplete one.
+            DamagedCheckpointError: If the manifest does not match its checksum.
             ValueError: If a later version of this package wrote it.
         """
         filesystem, plain = url_to_fs(os.fspath(folder))
@@ -119,19 +119,19 @@ class Manifest:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a folder, complete or not, at a local path or URL."""
+    """Return whether a local path or URL is a folder, complete or not."""
     filesystem, plain = url_to_fs(os.fspath(path))
     return bool(filesystem.isdir(plain))
 
 
 def verify_files(folder: str | os.PathLike[str], manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
-    """Compare files with their checksums. Not collective; ranks can share the work.
+    """Compare files with their checksums. Not collective; ranks may verify one share each.
 
     Args:
         folder: Local path or URL.
-        manifest: The folder's.
-        share: Which share of the files.
-        shares: Of how many.
+        manifest: Manifest of the folder.
+        share: Index of the share of files to verify.
+        shares: Number of shares.
 
     Raises:
         DamagedCheckpointError: Naming the first file that is missing, truncated or altered.

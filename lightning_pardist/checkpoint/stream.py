@@ -1,4 +1,4 @@
-"""Streams a single checkpoint file, at most one piece of a tensor in memory at a time."""
+"""Streaming writer of a single checkpoint file, with at most one piece of a tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from torch.storage import TypedStorage
 from lightning_pardist.compat import serialization
 from lightning_pardist.compat.tensors import storage_key
 
-#: Bytes of a tensor that are in memory at a time.
+#: Maximum size of a piece of a tensor in memory, in bytes.
 PIECE_BYTES = 2**22
 
-#: Of torch's format of archives, as :func:`torch.save` writes it.
+#: Version of torch's archive format, as written by :func:`torch.save`.
 _VERSION = b"3\n"
-#: Fixed part of a zip archive's header before a record, with the sizes of large files.
+#: Size of a zip record's fixed header, including the zip64 sizes.
 _HEADER_BYTES = 30 + 20
-#: How torch itself pads: a field that readers skip.
+#: Header of torch's padding: an extra field that readers skip.
 _PADDING_HEADER = struct.Struct("<2sH")
 
 
 class LazyTensor:
-    """Stands for a tensor in what :func:`write_archive` writes; the file holds the tensor.
+    """Placeholder for a tensor whose values are read while :func:`write_archive` writes it.
 
     Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        read: Called as ``read(start, stop, flat)`` when its turn comes: puts elements ``start`` to ``stop`` of the
-            row-major tensor into ``flat``, shape ``[stop - start]``.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        read: Called as ``read(start, stop, flat)`` when the tensor is written: copies elements ``start`` to ``stop`` of
+            the row-major tensor into ``flat``, shape ``[stop - start]``.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, read: Callable[[int, int, Tensor], object]) -> None:
@@ -46,7 +46,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of its values."""
+        """Size of the tensor in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __reduce__(self) -> Any:
@@ -60,7 +60,7 @@ class _LazyStorage:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as ``torch.save`` does, and keeps for later what goes into the archive as a record of its own."""
+    """Pickler that behaves as ``torch.save`` and collects the storages that become separate archive records."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=2)
@@ -87,19 +87,19 @@ class _Pickler(pickle.Pickler):
 
 
 def write_archive(state: Any, stream: IO[bytes]) -> None:
-    """``torch.save``, with :class:`LazyTensor` objects as the tensors that they stand for. Not collective.
+    """Write an object as ``torch.save`` does, with :class:`LazyTensor` objects as tensors. Not collective.
 
-    The same format; checksums are computed by zlib, several times as fast as torch's own writer does.
+    The format is the same; checksums are computed by zlib, several times as fast as in torch's own writer.
 
     Args:
-        state: What ``torch.save`` takes; tensors come back in host memory.
-        stream: A binary file to write to, from where it stands; it may be one that cannot seek.
+        state: Object for ``torch.save``; tensors are loaded to host memory.
+        stream: A binary file, written from its current position; it need not be seekable.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(state)
     lazy = any(isinstance(record, LazyTensor) for record in pickler.records.values())
-    # One for all pieces: pages that are freed and asked for again would add up.
+    # One buffer for all pieces: memory that is freed and allocated again would add up.
     piece = torch.empty(PIECE_BYTES if lazy else 0, dtype=torch.uint8)
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
         for name, content in (
@@ -131,8 +131,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
 
 
 def _put(archive: zipfile.ZipFile, name: str, pieces: Iterable[Any]) -> None:
-    """Add a record whose content begins where torch maps it: at a multiple of the alignment."""
-    # torch names the folder inside of the archive after the file where it knows one, and reads any.
+    """Add a record whose content begins at a multiple of torch's alignment, for memory mapping."""
+    # torch names the folder inside the archive after the file if it is known, and reads any name.
     record = zipfile.ZipInfo(f"archive/{name}")
     stream: Any = archive.fp
     begin = stream.tell() + _HEADER_BYTES + len(record.filename) + _PADDING_HEADER.size

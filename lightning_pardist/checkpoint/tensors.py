@@ -19,9 +19,9 @@ from lightning_pardist.compat.modules import has_load_hooks
 from lightning_pardist.local_tensors import wrapped_like
 
 _MODEL = "model."
-#: Where in a checkpoint stands what other programs ignore.
+#: Checkpoint key of this package's own data, which other programs ignore.
 ABOUT = "lightning_pardist"
-#: Begins the keys of tensors beside the module's and those of one process' optimizers.
+#: Key prefix of tensors other than those of the module and of the optimizers of one model.
 DIVERGED = "diverged."
 
 
@@ -31,12 +31,12 @@ class TensorSlot:
 
     Attributes:
         param: The parameter, plain or a ``DTensor``; the optimizer's state is keyed by it.
-        held: Start and stop in the parameter's elements as they lie in memory, and what is updated in its place, flat.
-            None if the parameter itself is.
-        here: Whether this rank updates any of it.
-        whole: Whether state is that of the whole parameter, whatever this rank holds of it.
-        steps_on: Where it is updated, if state is on the host between steps; None if it stays where it is updated.
-        keep: Takes a parameter and its state that was loaded, and returns it as it is kept; None if it is as it is.
+        held: Start and stop in the parameter's elements in memory order, and the flat tensor that is updated in its
+            place. None if the parameter itself is updated.
+        here: Whether this rank updates any part of it.
+        whole: Whether the state is that of the full parameter, even if this rank holds only a shard of it.
+        steps_on: Device of the update, if state is on the host between steps; None if it stays on its device.
+        keep: Function of a parameter and its loaded state that returns the state to store; None for no change.
     """
 
     param: Tensor
@@ -48,11 +48,11 @@ class TensorSlot:
 
     @property
     def like(self) -> Tensor:
-        """What elementwise state looks like on this rank."""
+        """Tensor with the layout of elementwise state on this rank."""
         return self.param if self.held is None else self.held[2]
 
     def locate(self, values: Tensor) -> Shards:
-        """The boxes of state that looks like :attr:`like`."""
+        """Return the boxes of state with the layout of :attr:`like`."""
         if self.whole:
             return shards_of(values)
         if self.held is None:
@@ -64,30 +64,30 @@ Slots = Sequence[Sequence[TensorSlot]]
 
 
 def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """State that an optimizer keeps for all of its parameters together: under keys that are none, such as a count."""
+    """Return state that an optimizer keeps for all parameters together: entries whose key is not a tensor."""
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
 def restore_shared(optimizer: Optimizer, shared: Mapping[Any, Any]) -> None:
-    """Let an optimizer have this state for all of its parameters together, and no other."""
+    """Replace the state that an optimizer keeps for all parameters together."""
     for key in shared_state(optimizer):
         del optimizer.state[key]
     optimizer.state.update(shared)
 
 
 def shared_entries(state: Mapping[str, Any]) -> dict[Any, Any]:
-    """As :func:`shared_state`, of the state dict of one process; copies."""
+    """Return copies of the entries of a full optimizer state dict that belong to all parameters together."""
     numbers = {number for group in state["param_groups"] for number in group["params"]}
     return {key: copy.deepcopy(value) for key, value in state["state"].items() if key not in numbers}
 
 
 def whole_slots(optimizer: Optimizer) -> list[list[TensorSlot]]:
-    """The slots of an optimizer that updates the user's parameters themselves, group by group."""
+    """Return the slots, by group, of an optimizer that updates the user's parameters themselves."""
     return [[TensorSlot(param) for param in group["params"]] for group in optimizer.param_groups]
 
 
 def shards_like(param: Tensor, values: Tensor) -> Shards:
-    """The boxes of a tensor that lies as ``param`` does, or whole: plain, a ``DTensor``, or the local part of one."""
+    """Return the boxes of a full tensor or one placed as ``param``: plain, a ``DTensor``, or its local tensor."""
     whole = values.shape == param.shape != _local_shape(param)
     if isinstance(param, DTensor) and not isinstance(values, DTensor) and not whole:
         return shards_of(wrapped_like(values, param))
@@ -98,13 +98,13 @@ def shards_like(param: Tensor, values: Tensor) -> Shards:
 
 
 def module_shards(state: Mapping[str, Any]) -> tuple[dict[str, Shards], dict[str, str], dict[str, Any]]:
-    """A state dict as a folder stores it. Not collective.
+    """Convert a module's state dict to the form that a folder stores. Not collective.
 
     Args:
-        state: As ``module.state_dict()`` gives it on this rank: plain tensors, ``DTensor``s, ``meta`` for absent ones.
+        state: ``module.state_dict()`` of this rank: plain tensors, ``DTensor``s, ``meta`` for absent ones.
 
     Returns:
-        Boxes by key; key -> key of the tensor that it shares memory with; what is not a tensor, by name.
+        Boxes by key; key -> key of the tensor that it shares memory with; values other than tensors, by name.
     """
     tensors: dict[str, Shards] = {}
     aliases: dict[str, str] = {}
@@ -127,7 +127,7 @@ def module_shards(state: Mapping[str, Any]) -> tuple[dict[str, Shards], dict[str
 
 
 def merged_aliases(of_ranks: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Merge the ranks' tied tensors: from key to the key under which the tensor is saved."""
+    """Merge the ranks' aliases to a mapping from key to the key under which the tensor is saved."""
     merged: dict[str, str] = {}
     for aliases in of_ranks:
         merged.update(aliases)
@@ -140,30 +140,30 @@ def merged_aliases(of_ranks: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def model_key(name: str) -> str:
-    """The key of a tensor of the module's state."""
+    """Return the folder key of a tensor in the module's state dict."""
     return _MODEL + name
 
 
 def model_name(key: str) -> str:
-    """The name in the module's state of a tensor with this key."""
+    """Return the name in the module's state dict of a folder key."""
     return key.removeprefix(_MODEL)
 
 
 def optimizer_shards(
     index: int, optimizer: Optimizer, slots: Slots, names: Mapping[Tensor, str]
 ) -> tuple[dict[str, Shards], dict[str, Any]]:
-    """An optimizer's state as a folder stores it. Not collective.
+    """Convert an optimizer's state to the form that a folder stores. Not collective.
 
     Args:
-        index: Which of the Trainer's optimizers.
-        optimizer: It.
-        slots: What it holds of the user's parameters.
-        names: The module's names of its parameters.
+        index: Index of the optimizer in the Trainer.
+        optimizer: The optimizer.
+        slots: Its slots for the user's parameters.
+        names: Names of its parameters in the module.
 
     Returns:
-        Boxes by key, and the rest: ``param_groups`` with numbered parameters, their ``names``, and under ``small``
-        what is no tensor or has one element, such as counts of steps, by number and name; under ``shared``, if there is
-        any, the state of all parameters together.
+        Boxes by key, and the rest: ``param_groups`` with numbered parameters, their ``names``, under ``small`` values
+        that are not tensors or have one element, such as step counts, by number and name, and under ``shared``, if
+        there is any, the state of all parameters together.
     """
     tensors: dict[str, Shards] = {}
     small: dict[int, dict[str, Any]] = {}
@@ -190,7 +190,7 @@ def _collected(optimizer: Optimizer, slot: TensorSlot, small: dict[str, Any]) ->
         if not isinstance(value, Tensor):
             small[key] = value
         elif value.dim() == 0 and (slot.like.dim() > 0 or key == "step"):
-            # Beside a parameter without dims a count looks as its moments do.
+            # For a 0-dim parameter a step count has the same shape as its moments.
             small[key] = value.detach().cpu().clone()
         elif value.shape in (slot.like.shape, _local_shape(slot.like)):
             found[key] = slot.locate(value)
@@ -205,11 +205,11 @@ def _collected(optimizer: Optimizer, slot: TensorSlot, small: dict[str, Any]) ->
 
 
 class FolderState(MutableMapping[str, Any]):
-    """A module's state in a checkpoint folder, by the module's names: tensors are read when they are asked for.
+    """A module's state dict in a checkpoint folder; tensors are read on access.
 
     Args:
-        reader: The folder.
-        rest: What is not a tensor, by name.
+        reader: Reader of the folder.
+        rest: Values other than tensors, by name.
     """
 
     def __init__(self, reader: FolderReader, rest: Mapping[str, Any]) -> None:
@@ -220,7 +220,7 @@ class FolderState(MutableMapping[str, Any]):
         self._stored = {key.removeprefix(_MODEL): key for key in stored}
 
     def stored_key(self, name: str) -> str | None:
-        """The folder's key of a tensor that nobody has replaced."""
+        """Return the folder's key of a tensor; None if the entry was replaced."""
         return self._stored.get(name)
 
     def __getitem__(self, name: str) -> Any:
@@ -244,11 +244,11 @@ class FolderState(MutableMapping[str, Any]):
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors of a checkpoint folder by key, read when they are asked for.
+    """Tensors of a checkpoint folder by key, read on access.
 
     Args:
-        reader: The folder.
-        prefix: Their keys begin with it.
+        reader: Reader of the folder.
+        prefix: Prefix of their keys.
     """
 
     def __init__(self, reader: FolderReader, prefix: str) -> None:
@@ -268,7 +268,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def can_fill(module: nn.Module) -> bool:
-    """Whether a module's state dict is its parameters and buffers and nothing else, so that filling them is loading."""
+    """Return whether a module can be loaded by filling the parameters and buffers in its state dict in place."""
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     plain = not any(has_load_hooks(submodule) for submodule in module.modules())
     overridden = type(module).load_state_dict is not nn.Module.load_state_dict
@@ -278,15 +278,15 @@ def can_fill(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def fill_module(module: nn.Module, state: FolderState, *, strict: bool = True) -> None:
-    """Load this rank's part of a module from a folder, tensor by tensor. Not collective.
+    """Load this rank's shards of a module from a folder, tensor by tensor. Not collective.
 
     Args:
-        module: Its tensors may be plain, ``DTensor``s, or on ``meta`` where other ranks hold them.
-        state: The folder's; values that somebody has put there count.
+        module: Module whose tensors are plain, ``DTensor``s, or on ``meta`` if other ranks hold them.
+        state: State of the folder; replaced entries take precedence.
         strict: Whether names must match.
 
     Raises:
-        RuntimeError: If they do not, or a shape differs; nothing has been changed then.
+        RuntimeError: If names do not match, or a shape differs; the module is then unchanged.
     """
     own = module.state_dict(keep_vars=True)
     common = common_names(module, own, state, strict=strict, source=f"The checkpoint {state.reader.path}")
@@ -320,11 +320,11 @@ def fill_optimizer(
     """Load an optimizer's state and settings from a folder. Not collective.
 
     Args:
-        index: Which of the Trainer's optimizers.
-        optimizer: It.
-        slots: What it holds of the user's parameters.
+        index: Index of the optimizer in the Trainer.
+        optimizer: The optimizer.
+        slots: Its slots for the user's parameters.
         saved: The rest that :func:`optimizer_shards` returned.
-        reader: The folder.
+        reader: Reader of the folder.
 
     Raises:
         ValueError: If the parameter groups differ in number or size.
@@ -346,15 +346,15 @@ def fill_optimizer(
             for key, full_key in stored.items():
                 state[key] = _filled(full_key, slot, reader, rests)
             state = in_place(state, device, group)
-            # One at a time: state that is kept in files may be more than memory holds.
+            # One parameter at a time: state that is kept in files may exceed memory.
             optimizer.state[slot.param] = state if slot.keep is None else slot.keep(slot.param, state)
 
 
 def require_same_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], wanted: Sequence[int]) -> None:
-    """Refuse a state whose parameter groups are not the optimizer's.
+    """Check that saved parameter groups match those of an optimizer.
 
     Raises:
-        ValueError: With both numbers of parameters.
+        ValueError: If they differ in number or size, with both sizes.
     """
     found = [len(group["params"]) for group in saved]
     if found != list(wanted):
@@ -365,19 +365,19 @@ def require_same_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]
 
 
 def optimizer_keys(index: int, saved: Mapping[str, Any], keys: Iterable[str]) -> dict[int, dict[str, str]]:
-    """Which of some keys are an optimizer's tensors: by number of the parameter and name of the state, the key.
+    """Return the keys of an optimizer's tensors, by parameter number and name of the state.
 
     Args:
-        index: Which of the Trainer's optimizers.
+        index: Index of the optimizer in the Trainer.
         saved: The rest that :func:`optimizer_shards` returned.
-        keys: Those of a folder, say.
+        keys: Keys to search, for example those of a folder.
     """
     by_name = _keys_by_name(index, saved["names"].values(), keys)
     return {number: by_name[name] for number, name in saved["names"].items()}
 
 
 def numbered_optimizer_shards(index: int, state: Mapping[str, Any]) -> tuple[dict[str, Shards], dict[str, Any]]:
-    """As :func:`optimizer_shards`, for a whole state dict, whose parameters have numbers for names."""
+    """Convert a full optimizer state dict as :func:`optimizer_shards` does; parameters are named by their number."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     named = {number: f"#{number}" for number in numbers}
     tensors: dict[str, Shards] = {}
@@ -396,13 +396,13 @@ def numbered_optimizer_shards(index: int, state: Mapping[str, Any]) -> tuple[dic
 
 
 def device_of_state(param: Tensor, optimizer: Optimizer) -> torch.device:
-    """Where a parameter's state lives: with it, or with others of its optimizer if it is on ``meta``."""
+    """Return the device of a parameter's state: its own, or that of another of the optimizer if it is on ``meta``."""
     params = (param, *(other for group in optimizer.param_groups for other in group["params"]))
     return next((each.device for each in params if not each.is_meta), torch.device("cpu"))
 
 
 def settled(value: Any, device: torch.device) -> Any:
-    """State as a step wants it: copies, tensors with dims on the device, also inside of containers."""
+    """Return a copy of loaded state with tensors of one or more dims on ``device``, also inside containers."""
     if isinstance(value, Tensor):
         return value.to(device if value.dim() else value.device, copy=True)
     if isinstance(value, Mapping):
@@ -413,14 +413,14 @@ def settled(value: Any, device: torch.device) -> Any:
 
 
 def in_place(state: dict[str, Any], device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with what has no dims where kernels look for it, as ``Optimizer.load_state_dict`` has it.
+    """Move 0-dim tensors of a state to the device where kernels expect them, as ``Optimizer.load_state_dict`` does.
 
-    That is with the parameter, but for the count of steps, which ordinary ones have on the host.
+    That is the parameter's device; the step count stays on the host unless the optimizer is fused or capturable.
 
     Args:
-        state: Of one parameter.
-        device: Of the parameter.
-        settings: Of its parameter group.
+        state: State of one parameter.
+        device: Device of the parameter.
+        settings: Settings of its parameter group.
     """
     counts_there = settings.get("fused") or settings.get("capturable")
     for key, value in state.items():
@@ -445,17 +445,17 @@ def _filled(full_key: str, slot: TensorSlot, reader: FolderReader, device: torch
 def common_names(
     module: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool, source: str = "The checkpoint"
 ) -> list[str]:
-    """Names of what is to be loaded: those that a module's own state dict and another one have, in its own order.
+    """Return the names that a module's state dict and a loaded one have in common, in the module's order.
 
     Args:
-        module: Whose state dict ``own`` is.
-        own: Its names.
-        state: What is loaded.
+        module: The module.
+        own: Its state dict.
+        state: State dict to load.
         strict: Whether names must match.
-        source: Where ``state`` comes from, as an error begins.
+        source: Description of ``state``'s origin, the start of the error message.
 
     Raises:
-        RuntimeError: As torch's ``load_state_dict``, if they do not.
+        RuntimeError: If names do not match, as in torch's ``load_state_dict``.
     """
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
@@ -468,7 +468,7 @@ def common_names(
 
 
 def copy_whole(whole: Tensor, shards: Shards) -> None:
-    """Fill parts of a tensor in place from the whole, reading no more of it. Not collective."""
+    """Fill local shards of a tensor in place from the full one, reading only these parts. Not collective."""
     for part in shards.parts:
         part.values.copy_(whole[tuple(slice(a, a + n) for a, n in zip(part.offsets, part.sizes, strict=True))])
 

@@ -1,7 +1,7 @@
-"""``pardist``: trains by a ``LightningCLI`` with every strategy registered, and explains strategies and checkpoints.
+"""The ``pardist`` command: training by a ``LightningCLI``, planning, diagnosis, and inspection of checkpoints.
 
-[Note: start-up] Nothing here imports torch or Lightning before a command needs them: ``pardist --help`` and ``pardist
-strategies`` answer at once.
+[Note: start-up] torch and Lightning are imported only when a command needs them, which keeps ``pardist --help`` and
+``pardist strategies`` fast.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ doctor, started like the training (srun, torchrun, mpirun), shows what each rank
 
 Exit status: 0; 1 if a command fails or finds a fault; 2 if something that was asked for cannot be.
 """
-#: Where each command is; imported when it is called.
+#: Function of each command, imported on use.
 _COMMANDS = {
     "plan": "lightning_pardist.cli.plan:main",
     "strategies": "lightning_pardist.cli.strategies:main",
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, _, name = place.partition(":")
         command: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name)
         return command(arguments[1:])
-    # Leading options, such as a config file before the command, are the parser's business.
+    # Leading options, such as a config file before the command, are handled by the parser.
     if arguments[0] not in _TRAINER_COMMANDS and not arguments[0].startswith("-"):
         print(f"pardist: unknown command {arguments[0]!r}. {_advice(arguments[0])}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""``pardist inspect`` and ``pardist convert``."""
+"""The ``pardist inspect`` and ``pardist convert`` commands."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def inspect(arguments: Sequence[str]) -> int:
-    """Print what is inside a checkpoint.
+    """Print the contents of a checkpoint.
 
     Args:
-        arguments: The checkpoint, and options.
+        arguments: Path of the checkpoint, and options.
 
     Returns:
         The exit status: 2 if there is no such checkpoint or it cannot be used as asked, 1 if it is damaged.
@@ -45,7 +45,7 @@ def convert(arguments: Sequence[str]) -> int:
     """Write a checkpoint in the other form.
 
     Args:
-        arguments: The checkpoint and where to write it, and options.
+        arguments: Paths of the checkpoint and of the output, and options.
 
     Returns:
         The exit status: 2 if there is no such checkpoint or it cannot be used as asked, 1 if it is damaged.

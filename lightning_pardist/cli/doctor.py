@@ -1,4 +1,4 @@
-"""``pardist doctor``."""
+"""The ``pardist doctor`` command."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SIZES = ("pipeline_parallel_size", "data_shard_size", "tensor_parallel_size")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Say whether training could start.
+    """Report whether training could start.
 
     Args:
-        arguments: After ``pardist doctor``.
+        arguments: Arguments after ``pardist doctor``.
 
     Returns:
         0 if training could start, 1 if not.

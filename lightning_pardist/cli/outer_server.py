@@ -1,4 +1,4 @@
-"""``pardist outer-server``."""
+"""The ``pardist outer-server`` command."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve islands until interrupted.
+    """Run the outer server of local-SGD islands until interrupted.
 
     Args:
-        arguments: After ``pardist outer-server``.
+        arguments: Arguments after ``pardist outer-server``.
 
     Returns:
-        0 after an interrupt or SIGTERM, 2 if there is no such address or the port is taken.
+        0 after an interrupt or SIGTERM, 2 if the address does not exist or the port is in use.
     """
     parser = argparse.ArgumentParser(
         "pardist outer-server",
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from lightning_pardist.engines.averaging import OuterServer
 
-    # A connection for every rank.
+    # Every rank holds one connection.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:

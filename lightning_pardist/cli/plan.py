@@ -1,4 +1,4 @@
-"""``pardist plan``."""
+"""The ``pardist plan`` command."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-#: What of a configuration's trainer changes a step.
+#: Trainer settings that change a step.
 _TRAINER = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plan the training of a module, and print what came out.
+    """Plan the training of a module, and print the plan.
 
     Args:
-        arguments: After ``pardist plan``.
+        arguments: Arguments after ``pardist plan``.
 
     Returns:
-        The exit status: 2 if nothing can be planned as asked, or nothing fits.
+        The exit status: 2 if planning fails, or no candidate fits.
     """
     parser = argparse.ArgumentParser(
         "pardist plan",
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     from lightning_pardist.planner.profiles import find_profile
     from lightning_pardist.planner.words import sentence
 
-    # As `python script.py` does, and a console script does not.
+    # `python script.py` adds the folder to the path, a console script does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
             **settings,
         )
     except (PlanError, ProfileError) as error:
-        # Where the module's or the data's own code failed, what it raised says more than the sentence.
+        # If the module's or the data's own code failed, its traceback is more useful than the sentence.
         if error.__cause__ is not None and not is_about_settings(error.__cause__):
             traceback.print_exception(error.__cause__)
         return _refused(str(error))

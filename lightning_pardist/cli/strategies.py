@@ -1,4 +1,4 @@
-"""``pardist strategies``."""
+"""The ``pardist strategies`` command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table of registered strategies.
 
     Args:
-        arguments: None are taken.
+        arguments: Arguments of the command; none are accepted but help.
 
     Returns:
         The exit status.

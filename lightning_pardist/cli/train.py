@@ -1,4 +1,4 @@
-"""``pardist fit``, ``validate``, ``test`` and ``predict``: Lightning's command line with our strategies."""
+"""``pardist fit``, ``validate``, ``test`` and ``predict``: Lightning's command line with this package's strategies."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lightning_pardist.trainer.deepspeed_config import DeepSpeedConfig
 _DEEPSPEED = "--deepspeed-config"
 _PROFILE = "--profile-steps"
 REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)
-#: An error that nothing else has passed through is about what was set on the command line.
+#: An error whose traceback has only these packages is caused by settings on the command line.
 _SETTING_UP = ("lightning_pardist", "lightning", "jsonargparse", "contextlib", "functools")
 
 
 class _RefusedError(Exception):
-    """What was asked for on the command line cannot be; the message is a sentence."""
+    """Command-line arguments are invalid; the message is a sentence."""
 
 
 class _CLI(LightningCLI):
-    """Names the strategies in its help, and tells settings that are refused from errors of the user's classes."""
+    """``LightningCLI`` that distinguishes invalid settings from errors of the user's classes."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         try:
@@ -52,12 +52,12 @@ def train(arguments: Sequence[str], *, from_process: bool) -> int:
 
     Args:
         arguments: The command and its options.
-        from_process: Whether they are those of the process.
+        from_process: Whether they are the arguments of this process.
 
     Returns:
         The exit status: 2 if an option is refused.
     """
-    # As `python script.py` and `python -m` do, and a console script does not: the user's modules are found from here.
+    # Make the user's modules importable, as `python script.py` and `python -m` do and a console script does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     own = {"prog": "pardist", "exit_on_error": False}
@@ -79,16 +79,16 @@ def train(arguments: Sequence[str], *, from_process: bool) -> int:
 
 
 def module_and_data(arguments: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
-    """What ``--model``, ``--data`` and ``-c`` stand for, without a Trainer. No memory is taken for the module.
+    """Instantiate ``--model`` and ``--data``, without a Trainer and without memory for the module's parameters.
 
     Args:
-        arguments: As those of ``pardist fit``, without the command.
+        arguments: Arguments as for ``pardist fit``, without the command.
 
     Returns:
-        The module, whose parameters have no values; the data; settings of the Trainer that were given.
+        The module, whose parameters have no values; the data; the given settings of the Trainer.
 
     Raises:
-        PlanError: If an option is refused, with a sentence; or no data was given.
+        PlanError: If an option is invalid, with a sentence; or no data was given.
     """
     from lightning_pardist.planner.errors import PlanError
     from lightning_pardist.planner.skipped_kernels import SkippedKernels
@@ -112,13 +112,13 @@ def module_and_data(arguments: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]
 
 
 class _Planned(_CLI):
-    """Parses; makes neither module nor Trainer."""
+    """Parser that instantiates neither module nor Trainer."""
 
     def instantiate_classes(self) -> None:
         self.config_init = self.config
 
     def _add_instantiators(self) -> None:
-        """Nothing is made here."""
+        """Do nothing: no class is instantiated."""
 
 
 def _refused(error: Exception) -> int:
@@ -132,7 +132,7 @@ def _strategies_in_help() -> str:
 
 
 def is_about_settings(error: BaseException) -> bool:
-    """Whether only the parser, Lightning and this package took part, and no class of the user's."""
+    """Return whether an error's traceback contains only the parser, Lightning and this package, no user code."""
     link: BaseException | None = error
     while link is not None:
         frames = traceback.walk_tb(link.__traceback__)
@@ -143,7 +143,7 @@ def is_about_settings(error: BaseException) -> bool:
 
 
 def _shortened(message: str) -> str:
-    """What the parser says, in one line: of the alternatives of a type those that were meant."""
+    """Shorten a parser's message to one line, without the generic lines on alternative types."""
     lines = [line.strip() for line in message.splitlines()]
     noise = ("Does not validate against", "Subtypes:", "Errors:", "Given value type:")
     lines = [line.removeprefix("- ") for line in lines if line and not line.startswith(noise)]
@@ -152,10 +152,10 @@ def _shortened(message: str) -> str:
 
 
 def _translate_deepspeed(arguments: list[str]) -> tuple[list[str], bool]:
-    """Put what a DeepSpeed configuration says in the place of ``--deepspeed-config FILE``.
+    """Replace ``--deepspeed-config FILE`` by the options that the configuration sets.
 
     Raises:
-        ValueError: If the file cannot be used, or an option says what it says already.
+        ValueError: If the file is invalid, or an option is set on the command line as well.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(_DEEPSPEED)
@@ -181,10 +181,10 @@ def _translate_deepspeed(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def _translate_profile(arguments: list[str]) -> tuple[list[str], bool]:
-    """Put the callback in the place of ``--profile-steps N``.
+    """Replace ``--profile-steps N`` by the options of the profiling callback.
 
     Raises:
-        ArgumentError: If N is no number.
+        ArgumentError: If N is not an integer.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(_PROFILE, type=int)

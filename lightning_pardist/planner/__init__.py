@@ -1,4 +1,4 @@
-"""The planner: memory and time of every strategy, by running ranks of each on tensors that are never computed."""
+"""Planner: memory and step time of every strategy, from ranks that run without computing tensor values."""
 
 from lightning_pardist.planner.errors import PlanError
 from lightning_pardist.planner.plan_result import Plan, Refused, Row

@@ -1,4 +1,4 @@
-"""Tensors and groups among an operator's arguments and results, by the dispatcher's types."""
+"""Search for tensors and process groups in an operator's arguments and results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _views: dict[Any, bool] = {}
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """All tensors, in order."""
+    """Return all tensors in nested values, in order."""
     found: list[Tensor] = []
     _collect(values, found)
     return found
 
 
 def _collect(values: Any, found: list[Tensor]) -> None:
-    # For each operator of a step: the common types first.
+    # Hot path, called for each operator of a step: check the common types first.
     for value in values:
         kind = type(value)
         if kind is int or kind is float or kind is bool or value is None:
@@ -37,7 +37,7 @@ def _collect(values: Any, found: list[Tensor]) -> None:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same with every leaf replaced."""
+    """Return a nested value with ``function`` applied to every leaf."""
     if isinstance(value, (list, tuple)):
         return type(value)([map_leaves(function, each) for each in value])
     if isinstance(value, dict):
@@ -46,7 +46,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def is_view(func: Any) -> bool:
-    """Whether an operator gives another form to memory, and leaves what is in it alone."""
+    """Return whether an operator returns a view and does not change its memory."""
     found = _views.get(func)
     if found is None:
         schema = schema_of(func)
@@ -56,7 +56,7 @@ def is_view(func: Any) -> bool:
 
 
 def group_in(args: Iterable[Any]) -> dist.ProcessGroup | None:
-    """The group that a collective is over, by itself or by its name; None if there is none."""
+    """Return the process group among a collective's arguments, given as object or name; None if there is none."""
     return next((found for argument in args if (found := _group(argument)) is not None), None)
 
 
@@ -75,7 +75,7 @@ def _group(argument: Any) -> dist.ProcessGroup | None:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operator writes to, of those that it is given."""
+    """Return the arguments that an operator writes to."""
     found: list[Tensor] = []
     for index, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -84,7 +84,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def received_by(func: Any, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
-    """The tensors that a collective writes to: those that it returns, or is given first where it returns none."""
+    """Return the tensors that a collective writes to: its results, or its first argument if it returns none."""
     found = written_by(func, args, kwargs) or tensors_in(result)
     is_old = func.namespace == "c10d" and func.overloadpacket.__name__ != "send"
     return found or (tensors_in(args[0]) if is_old and args else [])

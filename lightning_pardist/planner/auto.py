@@ -1,4 +1,4 @@
-"""``strategy="pardist_auto"``: chosen at the start of ``fit``, from the module, its data and what the ranks are."""
+"""``strategy="pardist_auto"``: a strategy chosen at the start of ``fit`` from the module, its data and the devices."""
 
 from __future__ import annotations
 
@@ -33,35 +33,36 @@ from lightning_pardist.settings import positive
 from lightning_pardist.strategies.strategy import PardistStrategy
 from lightning_pardist.trainer.sample_batches import NoSampleError, SampleBatches, undisturbed_random
 
-#: Where nothing can be planned: the share of a device that states may take whole.
+#: Without a plan, maximum fraction of a device's memory that unsharded states may take.
 _SMALL = 0.5
-#: What was chosen, and the lines that say so.
+#: The chosen candidate, and the lines that report it.
 _Answer = tuple[Candidate, list[str]]
 
 
 class AutoStrategy(PardistStrategy):
-    """Chooses the fastest strategy that fits, when ``fit`` begins; until then it is ``pardist_ddp``.
+    """Automatic choice: uses the fastest strategy that fits, chosen when ``fit`` begins; before, ``pardist_ddp``.
 
     The ranks measure their devices and links, which takes seconds. Then the first rank plans: it runs one rank of each
-    strategy on the module and its first batch, without computing anything (see ``pardist plan``), and tells the others
-    what came out. The log says what was chosen and why, and what to write to keep it. The batch stays what the loader
-    gives a rank, so a strategy whose ranks share batches trains on fewer samples a step, and is compared by samples a
-    second.
+    strategy on the module and its first batch without computing anything (see ``pardist plan``), and sends the result
+    to the other ranks. The choice, the reason and the setting that keeps it are logged. Each batch of the loader
+    remains the batch of one data-parallel rank. A strategy whose ranks share batches therefore trains on fewer samples
+    per step, and strategies are compared by samples per second.
 
-    Where no candidate fits, the one that needs the least memory is taken. Where nothing can be planned, because the
-    module's step needs values, it is ``pardist_ddp`` if states take less than half of a device, else ``pardist_zero3``.
+    If no candidate fits, the one that needs the least memory is used. If no plan is possible, because the module's step
+    needs tensor values, the choice is ``pardist_ddp`` if states take less than half of a device's memory, else
+    ``pardist_zero3``.
 
     Args:
         strategies: Names to choose from; by default those whose engines differ.
-        memory_gb: Memory of a device, in 10^9 bytes; by default what it has.
-        planning_s: Seconds after which no further candidate is looked at.
+        memory_gb: Memory of a device, in 10^9 bytes; by default the device's own.
+        planning_s: Seconds after which no further candidate is planned.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Attributes:
-        chosen: What was chosen; None before ``fit``.
+        chosen: The chosen candidate; None before ``fit``.
 
     Raises:
-        ValueError: If a name is not known, or a setting is out of range.
+        ValueError: If a name is unknown, or a setting is out of range.
     """
 
     def __init__(
@@ -85,10 +86,10 @@ class AutoStrategy(PardistStrategy):
         super().setup(trainer)
 
     def _choose(self, trainer: pl.Trainer) -> None:
-        """Plan on the first rank, and become what came out. Collective over the world.
+        """Plan on the first rank, and adopt the chosen strategy. Collective over the world.
 
         Raises:
-            TimeoutError: If the first rank does not say what it has chosen.
+            TimeoutError: If the first rank does not send its choice in time.
         """
         if self.world_size == 1:
             self.chosen = Candidate("pardist_ddp")
@@ -109,23 +110,23 @@ class AutoStrategy(PardistStrategy):
             self.take_axes(made)
 
     def _hosts(self) -> list[str]:
-        """The host of every rank. Collective over the world."""
+        """Return the host of every rank. Collective over the world."""
         hosts = [""] * self.world_size
         dist.all_gather_object(hosts, platform.node())
         return hosts
 
     def _told(self, answer: _Answer | None) -> _Answer:
-        """The first rank's answer, on every rank. Not a collective, whose timeout would be that of training.
+        """Return the first rank's choice on every rank, over the store, without the timeout of training's collectives.
 
         Raises:
-            TimeoutError: If it does not come.
+            TimeoutError: If it does not arrive in time.
         """
         store, key = job_store(), f"pardist/auto/{count_up('choices')}"
         if answer is not None:
             chosen, lines = answer
             store.set(key, json.dumps([chosen.strategy, dict(chosen.settings), lines]))
             return answer
-        # The search ends after planning_s, but for the candidate that it is at.
+        # The search ends after planning_s, plus the time of the current candidate.
         wait = timedelta(seconds=2 * self._planning_s + 60)
         try:
             store.wait([key], wait)
@@ -159,14 +160,14 @@ class AutoStrategy(PardistStrategy):
         except (PlanError, NoSampleError) as error:
             return _without_a_plan(module, self._memory_gb or profile.memory_bytes / 1e9, sentence(error))
         except Exception as error:
-            # Whatever it is: the other ranks wait, and a run without a plan is better than none.
+            # Any error: the other ranks wait, and a run without a plan is better than none.
             rank_zero_warn(f"pardist_auto cannot plan:\n{''.join(traceback.format_exception(error))}")
             return _without_a_plan(module, self._memory_gb or profile.memory_bytes / 1e9, sentence(error))
         row = made.rows[0] if made.best is not None else min(made.rows, key=lambda each: each.memory["peak"])
         return row.candidate, _why(made, made.rows.index(row))
 
     def _sample(self, trainer: pl.Trainer) -> Any:
-        """The first batch, on the host; a loader that a hook makes is asked for again when the choice is made."""
+        """Return the first batch on the host; a loader created by a module's hook is created again after the choice."""
         samples = SampleBatches(trainer)
         try:
             batch = tree_map_only(Tensor, lambda leaf: leaf.cpu(), samples.first())
@@ -181,7 +182,7 @@ class AutoStrategy(PardistStrategy):
 
 
 def _without_a_plan(module: pl.LightningModule, memory_gb: float, why: str) -> _Answer:
-    """Replicas where their states take little of a device, and what takes the least of it where not."""
+    """Choose without a plan: ``pardist_ddp`` if its states are small for a device, else ``pardist_zero3``."""
     states = 4 * sum(param.numel() * param.element_size() for param in module.parameters())
     name = "pardist_ddp" if states < _SMALL * memory_gb * 1e9 else "pardist_zero3"
     return Candidate(name), [
@@ -193,7 +194,7 @@ def _without_a_plan(module: pl.LightningModule, memory_gb: float, why: str) -> _
 
 
 def _why(made: Plan, index: int) -> list[str]:
-    """What was chosen, in five lines."""
+    """Describe the choice in five lines."""
     row = made.rows[index]
     others = [each for each in made.rows if each is not row][:2]
     beside = "; ".join(f"{each.candidate}: {each.reason}" for each in others) or "no other can be planned"

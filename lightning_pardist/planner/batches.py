@@ -1,4 +1,4 @@
-"""What is in a sample batch, and batches of another size like it."""
+"""Inspection and resizing of sample batches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_pardist.planner.words import sentence
 
 
 def first_batch(data: Any) -> Any:
-    """The batch of a loader or a data module, or the batch that was given.
+    """Return the first batch of a loader or a data module, or the given batch.
 
     Raises:
-        PlanError: If there is none, or no tensor in it, or the data's own code fails, whose error is the cause.
+        PlanError: If there is no batch, or no tensor in it, or the data's own code fails (its error is the cause).
     """
     kind = type(data).__name__
     if isinstance(data, pl.LightningDataModule):
@@ -41,7 +41,7 @@ def first_batch(data: Any) -> Any:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Say what of the data failed; the error itself is the cause."""
+    """Context that raises errors of the data's code as :class:`PlanError` with the failing call."""
     try:
         yield
     except Exception as error:
@@ -49,24 +49,24 @@ def _naming(what: str) -> Iterator[None]:
 
 
 def samples_of(batch: Any) -> int:
-    """The size that the first dims of most of a batch's tensors have; 0 if none has any."""
+    """Return the most frequent size of dim 0 over a batch's tensors; 0 if no tensor has dims."""
     sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     return max(set(sizes), key=sizes.count) if sizes else 0
 
 
 def tokens_of(batch: Any) -> int:
-    """Numbers in the largest tensor of integers with two dims; 0 if there is none."""
+    """Return the number of elements of the largest 2-dim integer tensor; 0 if there is none."""
     found = [leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim == 2
              and not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype != torch.bool]  # fmt: skip
     return max(found, default=0)
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """A batch of so many samples, those of the given one repeated or left out.
+    """Return a batch with a number of samples, repeating or dropping samples of the given one.
 
     Args:
-        batch: Its tensors have samples along their first dims; those of other lengths stay as they are.
-        samples: How many.
+        batch: Batch with samples along dim 0 of its tensors; tensors of other lengths are not changed.
+        samples: Number of samples.
     """
     have = samples_of(batch)
     if have in (0, samples):

@@ -1,4 +1,4 @@
-"""What could be chosen: strategies with their degrees of parallelism."""
+"""Candidates of a plan: strategies with their degrees of parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_pardist.engines.pipeline import UnevenBatchError
 from lightning_pardist.engines.pipeline.clock import expected_idle_share
 from lightning_pardist.registry import TABLE, Entry
 
-#: Names whose engines run differently: others are the same with another start or other degrees.
+#: Names whose engines differ; the others are variants with another start method or other degrees.
 DEFAULT = (
     "pardist_ddp",
     "pardist_zero1",
@@ -42,7 +42,7 @@ NOT_PLANNED = {
 }
 _LARGEST_TENSOR_GROUP = 8
 _LARGEST_PIPELINE = 8
-#: Strategies whose groups send several messages a layer, with the setting of their size.
+#: Strategies whose groups send several messages per layer, with the setting of the group size.
 _INSIDE_A_NODE = {"pardist_tp": "tensor_parallel_size", "pardist_cp": "context_parallel_size"}
 _EXPERTS = "expert_parallel_size"
 _SIZES = (*_INSIDE_A_NODE.values(), _EXPERTS, "pipeline_parallel_size")
@@ -50,11 +50,11 @@ _SIZES = (*_INSIDE_A_NODE.values(), _EXPERTS, "pipeline_parallel_size")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train.
+    """A strategy with settings.
 
     Attributes:
         strategy: Registered name.
-        settings: Arguments of its class beside the name's own.
+        settings: Arguments of its class in addition to the preset of the name.
     """
 
     strategy: str
@@ -62,16 +62,16 @@ class Candidate:
 
     @property
     def entry(self) -> Entry:
-        """The name's row in the table."""
+        """Entry of the name in the table of strategies."""
         return next(entry for entry in TABLE if entry.name == self.strategy)
 
     def make(self) -> Any:
-        """The strategy, for a plan: the process' allocator stays as it is."""
+        """Create the strategy for a plan, without changing the process' allocator."""
         entry = self.entry
         return entry.make(**{**entry.preset, **self.settings, "keep_freed_memory": False})
 
     def is_wider_than(self, other: Candidate) -> bool:
-        """Whether this is the same on larger groups of ranks."""
+        """Return whether this is the same candidate with larger groups of ranks."""
         sizes = [(self.settings[name], other.settings[name]) for name in _SIZES
                  if name in self.settings and name in other.settings]  # fmt: skip
         rest, others = ({name: value for name, value in each.settings.items() if name not in _SIZES}
@@ -80,19 +80,19 @@ class Candidate:
 
     @property
     def replicates(self) -> bool:
-        """Whether ranks with samples of their own hold the same parameters and the same optimizer state."""
+        """Whether parameters and optimizer state are replicated over ranks with different samples."""
         return self.make().axis(DDPAxis) is not None
 
     @property
     def shards(self) -> bool:
-        """Whether ranks with samples of their own divide states among them, and send numbers as they are."""
+        """Whether states are sharded over ranks with different samples, and communicated without compression."""
         made = self.make()
         coded = any({**self.entry.preset, **self.settings}.get(name) is not None for name in ("gather", "reduce"))
         return not coded and (made.axis(ZeroAxis) is not None or made.axis(FSDPAxis) is not None)
 
     @property
     def offloads(self) -> bool:
-        """Whether states rest on the host, where the optimizer steps on them."""
+        """Whether states are offloaded to the host, where the optimizer steps."""
         return bool(self.make().kept_on_host)
 
     @property
@@ -101,15 +101,15 @@ class Candidate:
         return self.strategy.startswith("pardist_pp") and "num_microbatches" not in self.entry.preset
 
     def with_settings(self, **settings: Any) -> Candidate:
-        """The same with further settings."""
+        """Return the candidate with further settings."""
         return Candidate(self.strategy, {**self.settings, **settings})
 
     def microbatches(self, num_ranks: int, batch: Any) -> int:
-        """Micro-batches that a pipeline makes of a batch; 1 where it is not known before a trial.
+        """Return the number of micro-batches of a batch in a pipeline; 1 if it is unknown before a trial.
 
         Args:
-            num_ranks: Of a pipeline.
-            batch: Of the module.
+            num_ranks: Ranks of a pipeline.
+            batch: Batch of the module.
         """
         axis = self.make().axis(PipelineAxis)
         if axis is None or num_ranks == 1:
@@ -120,7 +120,7 @@ class Candidate:
             return 1
 
     def least_idle_share(self, num_stages: int, num_microbatches: int) -> float:
-        """Idle time over total of a pipeline, at least.
+        """Return a lower bound of the idle fraction of a pipeline.
 
         Args:
             num_stages: Ranks of a pipeline.
@@ -134,9 +134,9 @@ class Candidate:
         return expected_idle_share(schedule, num_stages, num_microbatches, chunks_per_rank=chunks)
 
     def by_meetings(self) -> tuple[int, Candidate, Candidate] | None:
-        """Of islands: steps from one meeting to the next, and what trains without meetings, and with one every step.
+        """Return for local SGD the steps between averages, and the candidates that never average and that always do.
 
-        None for all that do the same in every step. Islands that begin together are taken as they go on.
+        None for candidates whose steps are all equal. ``start_local_step`` is ignored.
         """
         axis = self.make().axis(LocalSGDAxis)
         if axis is None or axis.sync_every == "epoch" or axis.sync_every == 1:
@@ -147,7 +147,7 @@ class Candidate:
 
     @property
     def line(self) -> str:
-        """What to pass as ``strategy=`` to a Trainer."""
+        """Expression for ``strategy=`` of a Trainer."""
         if not self.settings:
             return repr(self.strategy)
         entry = self.entry
@@ -162,12 +162,12 @@ class Candidate:
 
 
 def enumerate_candidates(names: Sequence[str], *, devices: int, num_nodes: int) -> Iterator[Candidate]:
-    """Every candidate of some names on so many ranks, the plainest first.
+    """Yield every candidate of some names for a number of ranks, the simplest first.
 
     Args:
-        names: Registered names; what a name leaves open is varied.
-        devices: Ranks a node.
-        num_nodes: Nodes.
+        names: Registered names; degrees that a name does not set are varied.
+        devices: Ranks per node.
+        num_nodes: Number of nodes.
     """
     world_size = devices * num_nodes
     for name in names:
@@ -198,6 +198,6 @@ def _sizes_inside(devices: int) -> list[int]:
 
 
 def with_checkpointing(candidate: Candidate, setting: Checkpointing = "auto") -> Candidate:
-    """The same, keeping the inputs of some blocks only: by default, of those that the model repeats."""
+    """Return the candidate with activation checkpointing, by default of the model's repeated blocks."""
     blocks = setting if isinstance(setting, str) else tuple(sorted(setting))
     return candidate.with_settings(activation_checkpointing=blocks)

@@ -1,5 +1,5 @@
-"""The planner's own error."""
+"""Planner error."""
 
 
 class PlanError(ValueError):
-    """Nothing can be planned as asked; the message is a sentence."""
+    """Planning is not possible with these arguments; the message is a sentence."""

@@ -1,4 +1,4 @@
-"""Ranks that are traced together: threads of which one runs at a time, until it waits for a message of another."""
+"""Messages between ranks that are traced together, in threads of which one runs at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_pardist.compat.fake_group import KeptAside
 
 
 class Stuck(RuntimeError):
-    """Every rank that is traced waits for a message that nobody sends."""
+    """All traced ranks wait for messages that are never sent."""
 
 
 class Turns:
-    """Lets one of several threads run at a time, each with process groups of its own. Bounded: see :class:`Stuck`."""
+    """Scheduler that runs one of several threads at a time, each with its own process groups; see :class:`Stuck`."""
 
     def __init__(self, count: int) -> None:
         self._condition = threading.Condition()
@@ -27,14 +27,14 @@ class Turns:
         self.failed = False
 
     def enter(self, index: int) -> None:
-        """Wait for the first turn of a thread."""
+        """Wait for a thread's first turn."""
         self._take(index)
 
     def wait_for(self, index: int, ready: Callable[[], bool]) -> None:
-        """Let others run until something is there.
+        """Let other threads run until ``ready`` returns True.
 
         Raises:
-            Stuck: If another thread has failed, or all wait.
+            Stuck: If another thread has failed, or all threads wait.
         """
         if ready():
             return
@@ -44,7 +44,7 @@ class Turns:
             raise Stuck("The ranks of a plan wait for each other.")
 
     def leave(self, index: int, *, failed: bool = False) -> None:
-        """A thread has ended; after a failure the others end as well."""
+        """Mark a thread as ended; after a failure the other threads end as well."""
         self.failed = self.failed or failed
         self._give(index, None)
 
@@ -63,7 +63,7 @@ class Turns:
             self._asides[index].put_back()
 
     def _next(self) -> int | None:
-        """Whose turn it is: a rank whose message has come; if there is none, any, which finds that it is stuck."""
+        """Return the next thread: a ready one; if there is none, a waiting one, which then raises :class:`Stuck`."""
         waiting = [index for index, ready in enumerate(self._ready) if ready is not None]
         for index in waiting:
             ready = self._ready[index]
@@ -73,13 +73,13 @@ class Turns:
 
 
 class Exchange:
-    """Messages between traced ranks, as one of them sees it.
+    """Message interface of one traced rank.
 
     Args:
-        rank: Its global rank.
+        rank: Global rank.
         ranks: Global ranks that are traced together, in the order of their threads.
-        turns: Theirs.
-        box: Messages under way, shared by them.
+        turns: Scheduler of their threads.
+        box: Messages in flight, shared by the ranks.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], turns: Turns, box: dict[Any, deque[Any]]) -> None:
@@ -88,18 +88,18 @@ class Exchange:
         self._told: dict[Any, int] = {}
 
     def knows(self, rank: int) -> bool:
-        """Whether a rank is traced, too."""
+        """Return whether a rank is traced as well."""
         return rank in self._ranks
 
     def put(self, rank: int, tag: int, content: Tensor | None) -> None:
-        """Send a tensor; None stands for values that nobody knows."""
+        """Send a tensor; None stands for unknown values."""
         self._box.setdefault((self._rank, rank, tag), deque()).append(content)
 
     def take(self, rank: int, tag: int) -> Tensor | None:
-        """Wait for what a rank sends.
+        """Receive a tensor from a rank.
 
         Raises:
-            Stuck: If it never does.
+            Stuck: If it is never sent.
         """
         queue = self._box.setdefault((rank, self._rank, tag), deque())
         self._turns.wait_for(self._ranks.index(self._rank), lambda: bool(queue))
@@ -107,10 +107,10 @@ class Exchange:
         return found
 
     def broadcast(self, objects: list[Any], source: int, group: tuple[int, ...]) -> None:
-        """What :func:`torch.distributed.broadcast_object_list` does: all ranks make these calls in one order.
+        """Broadcast objects as :func:`torch.distributed.broadcast_object_list` does, in the same order on all ranks.
 
         Raises:
-            Stuck: If the source never comes to it.
+            Stuck: If the source never makes the call.
         """
         if not self.knows(source):
             return

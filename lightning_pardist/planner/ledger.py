@@ -1,4 +1,4 @@
-"""What a rank holds, computes and sends, operator by operator: of real tensors, and of tensors without memory."""
+"""Record of a rank's memory, computation and messages per operator, for real and for fake tensors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lightning_pardist.compat.fake_tensors import UncompiledMode, is_wrapper, ke
 from lightning_pardist.engines.pipeline.flops import count_flops
 from lightning_pardist.planner.arguments import group_in, is_view, received_by, tensors_in, written_by
 
-#: Kinds of memory, in the order in which they are shown.
+#: Kinds of memory, in display order.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """One storage.
+    """One tensor storage.
 
     Attributes:
-        size: Bytes, as of now.
+        size: Current size in bytes.
         kind: One of :data:`KINDS`.
-        key: Under which the ledger knows it.
+        key: Key of the storage in the ledger.
     """
 
     size: int
@@ -38,15 +38,15 @@ class Block:
 
 @dataclass(slots=True)
 class Operator:
-    """One computation.
+    """One executed operator.
 
     Attributes:
-        name: Of the operator.
-        flops: A multiply-add counts as two.
+        name: Name of the operator.
+        flops: Floating point operations; a multiply-add counts as two.
         moved: Bytes read and written.
-        dtype: Of the numbers that it computes with.
-        reads: Storages that it reads.
-        writes: Storages that it writes.
+        dtype: Dtype of the computation.
+        reads: Keys of the storages that it reads.
+        writes: Keys of the storages that it writes.
     """
 
     name: str
@@ -59,15 +59,14 @@ class Operator:
 
 @dataclass(slots=True)
 class Message:
-    """One collective, or one message to or from another rank.
+    """One collective or point-to-point message.
 
     Attributes:
-        name: Of the operator.
-        ranks: Global ranks that take part.
-        size: Bytes of the largest tensor list that it is given: what an all-gather ends with, and a reduce-scatter
-            starts with.
-        touches: Storages that it reads and writes.
-        peer: Of a single message the other rank, in the group; -1 of a collective.
+        name: Name of the operator.
+        ranks: Participating global ranks.
+        size: Bytes of its inputs or outputs, whichever are larger: an all-gather's output, a reduce-scatter's input.
+        touches: Keys of the storages that it reads and writes.
+        peer: For a point-to-point message the other rank's index in the group; -1 for a collective.
     """
 
     name: str
@@ -79,12 +78,12 @@ class Message:
 
 @dataclass(slots=True)
 class HostStep:
-    """The optimizer's step on the host, for which the device waits.
+    """Optimizer step on the host, for which the device waits.
 
     Attributes:
-        moved: Bytes of the host's memory that it reads and writes.
-        copied: Bytes between the host and the device in the whole step.
-        operators: How many it issues.
+        moved: Bytes of host memory that it reads and writes.
+        copied: Bytes copied between host and device in the whole step.
+        operators: Number of operators that it issues.
     """
 
     moved: int
@@ -94,7 +93,7 @@ class HostStep:
 
 @dataclass(slots=True)
 class FileTransfer:
-    """Optimizer state comes from a file for its step, and goes back.
+    """Transfer of optimizer state from a file for the step and back.
 
     Attributes:
         moved: Bytes read and written.
@@ -105,11 +104,11 @@ class FileTransfer:
 
 @dataclass
 class Held:
-    """Bytes by kind at one moment.
+    """Bytes held by kind at one moment.
 
     Attributes:
-        by_kind: Of each of :data:`KINDS`.
-        peak: All of them together.
+        by_kind: Bytes of each of :data:`KINDS`.
+        peak: Sum over all kinds.
     """
 
     by_kind: dict[str, int]
@@ -119,17 +118,17 @@ class Held:
         self.peak = sum(self.by_kind.values())
 
 
-#: A change of memory is a block and bytes.
+#: A change of memory is a tuple of a block and a number of bytes.
 Event = Operator | Message | HostStep | FileTransfer | tuple[Block, int]
 
 
 class Ledger(UncompiledMode):
-    """Counts every storage that comes and goes on this thread, and lists what is computed and sent.
+    """Dispatch mode that tracks all storages of this thread and records operators and messages.
 
     Attributes:
-        now: Bytes of all storages that are there.
-        recording: Whether events are kept.
-        events: Operators, messages, and changes of memory as ``(block, bytes)``, in the order in which they came.
+        now: Current bytes of all storages.
+        recording: Whether events are recorded.
+        events: Operators, messages, and changes of memory as ``(block, bytes)``, in order.
     """
 
     def __init__(self) -> None:
@@ -157,44 +156,44 @@ class Ledger(UncompiledMode):
             torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size, or none: ``fully_shard`` frees and allocates so."""
+        """Update the size of a resized storage; ``fully_shard`` frees and allocates storages by resizing them."""
         block = self._note_storage(storage)
         if block.kind == "activations":
             block.kind = "other"
 
     def note(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were made before."""
+        """Track tensors that were created before the mode was entered."""
         for tensor in tensors:
             self._note(tensor)
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what tensors are, of those of which nothing better is known."""
+        """Set the kind of tensors whose kind is still activations or other."""
         for tensor in tensors:
             block = self._note(tensor)
             if block is not None and block.kind in ("activations", "other"):
                 block.kind = kind
 
     def rest_is(self, kind: str) -> None:
-        """Say what everything is that is there and has not been named."""
+        """Set the kind of all current storages that are still counted as activations."""
         for block in self._blocks.values():
             if block.kind == "activations":
                 block.kind = kind
 
     def start(self) -> None:
-        """Keep events from now on."""
+        """Start recording events."""
         self.events = [(block, block.size) for block in self._blocks.values()]
         self.recording = True
 
     def stop(self) -> None:
-        """Keep no more events."""
+        """Stop recording events."""
         self.recording = False
 
     def at_peak(self, away: Sequence[str] = (), until: int | None = None) -> tuple[Held, int]:
-        """What was held when it was most, and the index of the event that led there.
+        """Return the bytes held at the peak, and the index of the event that caused it.
 
         Args:
-            away: Kinds that do not count: they are elsewhere.
-            until: Index of the event before which the peak is looked for; all if None.
+            away: Kinds to ignore, because they are stored elsewhere.
+            until: Index of the event at which the search ends; all events if None.
         """
         now = most = where = 0
         for index, event in enumerate(self.events[:until]):
@@ -209,7 +208,7 @@ class Ledger(UncompiledMode):
         return Held(kinds), where
 
     def held_before(self, kinds: Sequence[str], index: int) -> dict[str, int]:
-        """Bytes of some kinds before an event."""
+        """Return the bytes of some kinds before an event."""
         found = dict.fromkeys(kinds, 0)
         for event in self.events[:index]:
             if isinstance(event, tuple) and event[0].kind in found:
@@ -220,11 +219,11 @@ class Ledger(UncompiledMode):
         kwargs = kwargs or {}
         inputs = tensors_in(args, kwargs)
         if any(is_wrapper(leaf) for leaf in inputs):
-            # A DTensor turns to operators on its local part, which come here.
+            # A DTensor dispatches operators on its local tensor, which are recorded.
             return NotImplemented
         result = func(*args, **kwargs)
         if is_view(func):
-            # All are of one storage, and chunks for a thousand ranks are many.
+            # All views share one storage, and a chunk over many ranks returns many of them.
             self.note([result] if isinstance(result, Tensor) else result[:1])
             return result
         outputs = [leaf for leaf in tensors_in(result) if not is_wrapper(leaf)]
@@ -242,7 +241,7 @@ class Ledger(UncompiledMode):
     ) -> None:
         mutable = schema_of(func).is_mutable
         if mutable:
-            # Not all of these are returned.
+            # A mutable operator may write tensors that it does not return.
             known = {id(leaf) for leaf in outputs}
             outputs = [*outputs, *(leaf for leaf in written_by(func, args, kwargs) if id(leaf) not in known)]
         reads = tuple({storage_key(leaf): None for leaf in inputs})
@@ -306,7 +305,7 @@ class Ledger(UncompiledMode):
 
 
 _resize = torch.UntypedStorage.resize_
-#: Those that are counting, by thread.
+#: Active ledgers by thread.
 _ledgers: dict[int, list[Ledger]] = {}
 
 
@@ -326,14 +325,14 @@ _FREE = (
 )
 
 
-#: Operators that read as many rows of their first argument as they return.
+#: Operators that read only the rows of their first argument that they return.
 _PICKING = ("embedding", "index_select", "index", "gather")
 #: Operators that write to their first argument without reading it.
 _OVERWRITING = ("copy_", "fill_", "zero_")
 
 
 def _moved(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
-    """Bytes that an operator reads and writes."""
+    """Return the bytes that an operator reads and writes."""
     name = func.overloadpacket.__name__
     if name in _OVERWRITING:
         inputs = inputs[1:]

@@ -1,4 +1,4 @@
-"""Measures what this machine's devices and links do, for a profile that plans are made with."""
+"""Measurement of this machine's devices and links, for the planner's device profile."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _FILE_BYTES = 1 << 27
 
 
 def measure_alone(num_ranks: int, *, disk: str | None = None) -> DeviceProfile:
-    """The profile of this machine, by so many ranks that are started for it and end again.
+    """Measure this machine's profile with ranks that are started for the measurement.
 
     Args:
-        num_ranks: Ranks, each on a device of its own; with one alone links are a data sheet's.
-        disk: As of :func:`measure_rank`.
+        num_ranks: Number of ranks, each on its own device; with one rank, links are taken from a data sheet.
+        disk: As for :func:`measure_rank`.
 
     Raises:
-        RuntimeError: If a rank fails, with which one and why in one sentence.
+        RuntimeError: If a rank fails, with the rank and the reason in one sentence.
     """
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -81,20 +81,20 @@ def measure_rank(
     by_size: bool = True,
     disk: str | None = None,
 ) -> DeviceProfile:
-    """The profile of the slowest rank, measured on all at the same time. Collective over the world.
+    """Measure all ranks at the same time, and return the profile of the slowest. Collective over the world.
 
     Args:
-        device: This rank's.
-        hosts: The name of every rank's host, the same list on all ranks.
-        keeps_memory: Whether, on CPU, the allocator keeps what is freed, from now on: as strategies have it.
-        by_size: Whether single operators and messages are measured by size too, for seconds that are closer to real
-            ones. That takes several seconds more.
-        disk: Folder in which every rank writes 128 MiB to a file without a name, to see how fast its disk is; None
-            takes the data sheet's rate.
+        device: This rank's device.
+        hosts: Host name of every rank, the same list on all ranks.
+        keeps_memory: Whether, on CPU, the allocator keeps freed memory from now on, as strategies set it.
+        by_size: Whether single operators and messages are also measured by size, for more accurate step times. Takes
+            several seconds more.
+        disk: Folder in which every rank writes 128 MiB to an unnamed file to measure the disk; None for the data
+            sheet's rate.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if device.type == "cpu" and keeps_memory:
-        # Else what is large is paid for by the page.
+        # Otherwise large allocations pay for page faults.
         keep_freed_memory()
     flops = {str(dtype).removeprefix("torch."): _flops(device, dtype) for dtype in _DTYPES}
     if device.type == "cuda":
@@ -149,7 +149,7 @@ def measure_rank(
 
 
 def nodes_of(hosts: Sequence[str]) -> list[list[int]]:
-    """Ranks by host, in the order of their first ranks: however many there are on each, and however they are placed."""
+    """Return the ranks of each host, in the order of their first ranks, for any placement of ranks."""
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
@@ -159,11 +159,13 @@ def nodes_of(hosts: Sequence[str]) -> list[list[int]]:
 def _links(
     device: torch.device, hosts: Sequence[str], rank: int, *, by_size: bool
 ) -> tuple[Link | None, Link | None, float, Rates]:
-    """The slowest link inside a node and that between nodes, None where there is none; of those inside a node how busy
-    messages keep us, and if asked for rates by kind and size. Collective over the world.
+    """Measure the slowest link inside a node and between nodes; None if there is no such link.
+
+    Inside a node also the fraction of time in which messages occupy the processor, and on request rates by kind and
+    size. Collective over the world.
     """
     nodes = nodes_of(hosts)
-    # Every rank makes every group, in one order.
+    # Every rank creates every group, in the same order.
     groups = [dist.new_group(ranks) for ranks in nodes]
     across = dist.new_group([ranks[0] for ranks in nodes]) if len(nodes) > 1 else None
     node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
@@ -180,7 +182,7 @@ def _links(
 
 
 def _message_rates(device: torch.device, group: dist.ProcessGroup, link: Link) -> Rates:
-    """Bytes a second of messages of each kind and some sizes, besides latency. Collective over ``group``."""
+    """Return bytes per second of messages by kind and size, without latency. Collective over ``group``."""
     size, rank = group.size(), group.rank()
     hops = math.ceil(math.log2(size))
     ahead, behind = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
@@ -208,7 +210,7 @@ def _message_rates(device: torch.device, group: dist.ProcessGroup, link: Link) -
 
 
 def _busy_share(group: dist.ProcessGroup) -> float:
-    """Share of a message's time in which this process works for it. Collective over ``group``."""
+    """Return the fraction of a message's time in which this process is busy with it. Collective over ``group``."""
     large = torch.zeros(1 << 22)
     begin = time.perf_counter(), time.process_time()
     for _ in range(_ROUNDS):
@@ -217,7 +219,7 @@ def _busy_share(group: dist.ProcessGroup) -> float:
 
 
 def _slowest_rates(own: Rates) -> Rates:
-    """Of every operator and size the rate of the slowest rank. Collective over the world."""
+    """Return the slowest rank's rate of every operator and size. Collective over the world."""
     everyone: list[Rates] = _gathered(own)
     return {
         name: [
@@ -229,7 +231,7 @@ def _slowest_rates(own: Rates) -> Rates:
 
 
 def _gathered(own: Any) -> list[Any]:
-    """What every rank has, by rank. Collective over the world."""
+    """Gather a picklable object from every rank. Collective over the world."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return found
@@ -243,14 +245,14 @@ def _slowest(links: Sequence[Link | None]) -> Link | None:
 
 
 def _smallest(own: tuple[str, float, float]) -> tuple[str, float, float]:
-    """The first rank's name, and the memory of the rank with the least of it. Collective over the world."""
+    """Return the first rank's device name, and the smallest memory of all ranks. Collective over the world."""
     everyone = _gathered(own)
     _, memory, reserved = min(everyone, key=lambda facts: facts[1] - facts[2])
     return everyone[0][0], memory, reserved
 
 
 def _of_data_sheet(link: Link, sheet: DeviceProfile, *, at_most: Link | None = None) -> Link:
-    """A data sheet's link as collectives reach it, and no faster than one that was measured."""
+    """Return a data sheet's link at collective efficiency, limited to the rate of a measured link."""
     link = replace(link, bytes_per_s=link.bytes_per_s * sheet.link_efficiency)
     return link if at_most is None else _slowest([link, at_most]) or link
 
@@ -262,7 +264,7 @@ def _seconds(
     repeat: int = 1,
     of: Callable[[Iterable[float]], float] = statistics.median,
 ) -> float:
-    """Seconds of one run, by ``of`` of some rounds, as many on every rank: ranks may wait for each other in it."""
+    """Return the seconds of one run, reduced by ``of`` over some rounds; the same number of rounds on every rank."""
 
     def once() -> float:
         begin = time.perf_counter()
@@ -276,8 +278,8 @@ def _seconds(
 
 
 def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> float:
-    """Floating point operations a second of a matrix product; 0 where there is none."""
-    # Some dtypes have no fast product on some processors.
+    """Return the FLOP/s of a matrix product; 0 if the dtype is not supported."""
+    # Some processors support no fast product in some dtypes.
     size = 384 if device.type == "cpu" else 8192
     before = torch.get_float32_matmul_precision()
     try:
@@ -291,7 +293,7 @@ def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> f
 
 
 def _memory_rate(device: torch.device) -> float:
-    """Bytes a second that an addition reads and writes, of more than the share of a cache that a rank has."""
+    """Return the bytes per second that an addition reads and writes, on data larger than a rank's cache."""
     # The allocator may keep these 48 MiB on CPU.
     numel = (1 << 22) if device.type == "cpu" else (1 << 28)
     left, right, out = (torch.ones(numel, device=device) for _ in range(3))
@@ -299,7 +301,7 @@ def _memory_rate(device: torch.device) -> float:
 
 
 def _disk_rate(folder: str) -> float | None:
-    """Bytes a second that the slowest rank writes and reads in a folder; None where one cannot write there.
+    """Return the slowest rank's bytes per second of disk writes and reads; None if a rank cannot write there.
 
     Collective over the world.
     """
@@ -326,7 +328,7 @@ def _disk_rate(folder: str) -> float | None:
 
 
 def _operator_seconds(device: torch.device) -> float:
-    """Seconds that the host takes for an operator of a training step, Python and autograd included."""
+    """Return the host seconds per operator of a training step, including Python and autograd."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(16)]
     model = nn.Sequential(*layers).to(device)
@@ -348,10 +350,10 @@ def _operator_seconds(device: torch.device) -> float:
 
 
 def _link(device: torch.device, group: dist.ProcessGroup) -> Link:
-    """Latency and bandwidth of all-reduces. Collective over ``group``.
+    """Return latency and bandwidth of all-reduces. Collective over ``group``.
 
-    Small ones come between products, as in a step: threads that carry messages are not there at once then, and ranks
-    are never there at the same moment.
+    Small ones are issued between matrix products, as in a step: communication threads then need time to wake up, and
+    ranks do not arrive at the same moment.
     """
     size = group.size()
     small, large = torch.zeros(1, device=device), torch.zeros(1 << 22, device=device)
@@ -362,7 +364,7 @@ def _link(device: torch.device, group: dist.ProcessGroup) -> Link:
 
 
 def _between_products(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds that a message adds to some products. All ranks that take part call it."""
+    """Return the seconds that a message adds to some matrix products. Called by all participating ranks."""
     work = torch.randn(192, 192, device=device)
 
     def products() -> None:
@@ -378,7 +380,7 @@ def _between_products(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def _device_facts(device: torch.device, ranks_per_node: int) -> tuple[str, float, float]:
-    """Name, memory of one device in bytes, and what of it is taken before tensors are."""
+    """Return name, memory of one device in bytes, and the part of it that is used before tensors are allocated."""
     if device.type != "cpu":
         module: Any = torch.get_device_module(device)
         free, total = module.mem_get_info(device)

@@ -1,11 +1,12 @@
-"""How fast single operators are on a device, by size: measured in a second or two, beside peak rates.
+"""Rates of single operators on a device by size, measured in a second or two in addition to peak rates.
 
-A peak rate says little of a small product, of an exponential, or of what fits a cache. So each common operator, and its
-backward, runs at a few sizes. Others are taken to be as fast as the one they are most like.
+Peak rates do not predict small matrix products, exponentials, or operators on data that fits a cache. Each common
+operator and its backward is therefore measured at a few sizes. Other operators are assumed to be as fast as the most
+similar one.
 
-[Note: edge] Of a product its size is the edge of the cube that has as many operations for each byte: for (m, k) times
-(k, n) the harmonic mean of m, k and n. So thin products are told from square ones, and batched ones, convolutions and
-recurrent layers have a size as well. Of everything else it is the bytes that it reads and writes.
+[Note: edge] The size of a product is the edge of the cube with the same operations per byte: for (m, k) times (k, n)
+the harmonic mean of m, k and n. This distinguishes thin products from square ones, and gives batched products,
+convolutions and recurrent layers a size as well. The size of any other operator is the bytes that it reads and writes.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torch import Tensor, nn
 
 from lightning_pardist.planner.ledger import Ledger, Operator
 
-#: By operator: size (see the note), operations or bytes of a call, and how many of them a second.
+#: By operator: size (see the note), operations or bytes of a call, and operations or bytes per second.
 Rates = Mapping[str, Sequence[tuple[float, float, float]]]
 
 _ELEMENTS = (1 << 13, 1 << 16, 1 << 19, 1 << 22)
 _TINY = 16
 _ROW = 256
-#: Operators that have the rate of another one.
+#: Operators that use the rate of another one.
 _LIKE = {
     **dict.fromkeys(("addmm", "bmm", "baddbmm", "_grouped_mm", "dot", "mv"), "mm"),
     **dict.fromkeys(("tanh", "sigmoid", "silu", "erf", "log", "log1p", "sin", "cos", "pow", "softplus", "mish", "elu",
@@ -55,27 +56,27 @@ _LIKE = {
 
 
 def operator_name(text: str) -> str:
-    """``"aten.add_.Tensor"`` as ``"add"``: the operator, whether it is in place, and on many tensors, or not."""
+    """Return an operator's base name without in-place and foreach variants: ``"add"`` for ``"aten.add_.Tensor"``."""
     name = text.split(".")[1] if "." in text else text
     return (name if name.startswith("__") else name.rstrip("_")).removeprefix("_foreach_")
 
 
 def size_of(operator: Operator) -> float:
-    """See the note on edges."""
+    """Return an operator's size: [Note: edge]."""
     if not operator.flops or not operator.moved:
         return float(operator.moved)
     return 1.5 * operator.flops * operator.dtype.itemsize / operator.moved
 
 
 def rate_of(operator: Operator, rates: Rates) -> float | None:
-    """Operations, or bytes, a second of an operator; None if neither it nor one like it was measured."""
+    """Return an operator's operations or bytes per second; None if no similar operator was measured."""
     name = operator_name(operator.name)
     points = rates.get(name) or rates.get(_LIKE.get(name, "mm" if operator.flops else "add"))
     return rate_near(points, size_of(operator), operator.flops or operator.moved) if points else None
 
 
 def rate_near(points: Sequence[tuple[float, float, float]], size: float, work: float) -> float:
-    """Of what was measured the mean, by the inverse square of how far size and work are, all of it in logarithms."""
+    """Interpolate measured rates in log space, weighted by the inverse squared distance in size and work."""
     total = weights = 0.0
     for at_size, at_work, rate in points:
         far = math.log(max(size, 1.0) / at_size) ** 2 + math.log(max(work, 1.0) / at_work) ** 2
@@ -86,16 +87,16 @@ def rate_near(points: Sequence[tuple[float, float, float]], size: float, work: f
 
 
 def measure_operators(device: torch.device, seconds_of: Callable[[Callable[[], Any]], float]) -> Rates:
-    """Run each at several sizes.
+    """Measure each common operator at several sizes.
 
     Args:
-        device: Where.
-        seconds_of: Seconds of one call. Where it is collective, so is this.
+        device: Device to measure.
+        seconds_of: Function that returns the seconds of one call. If it is collective, so is this function.
     """
     found: dict[str, list[tuple[float, float, float]]] = {}
     for makes in _probes(device):
         runs = [make() for make in makes]
-        # The least is what a call costs however small it is.
+        # The first call has minimal size and measures the fixed cost of a call.
         seconds = [seconds_of(run) for run in runs]
         for run, took in zip(runs[1:], seconds[1:], strict=True):
             operator = _main_operator(run)
@@ -121,8 +122,8 @@ _Makes = Sequence[Callable[[], Callable[[], Any]]]
 
 
 def _probes(device: torch.device) -> Iterator[_Makes]:
-    """Each operator with calls to time, the first of them of no size."""
-    # Not below zero: the square root of a negative number takes twenty times as long.
+    """Yield the calls to time for each operator, the first of minimal size."""
+    # Not negative: the square root of a negative number takes twenty times as long.
     tensor = partial(torch.rand, device=device)
 
     def forward(function: Callable[..., Any], *shapes: Sequence[tuple[int, ...]]) -> _Makes:
@@ -148,10 +149,10 @@ def _probes(device: torch.device) -> Iterator[_Makes]:
         yield forward(function, *images)
         yield backward(function, *images)
     thin = [((few, wide), (wide, wide)) for few in (2, 16, 64) for wide in (256, 1024)]
-    # Weights that ranks which share a cache do not find in it.
+    # Weights too large for the cache that ranks share.
     thin.append(((8, 2048), (2048, 2048)))
     yield forward(torch.mm, *(((edge, edge),) * 2 for edge in (1, 16, 64, 256, 768)), *thin)
-    # One sample alone may take another way than several.
+    # A single sample may use another algorithm than several.
     convolutions = [((1, 1, 1, 1), (1, 1, 1, 1))]
     convolutions += [((samples, wide, edge, edge), (wide, wide, 3, 3))
                      for wide, edge in ((32, 32), (128, 8), (512, 2)) for samples in (1, 8)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A plan as one page without a server: memory against the limit, steps by rank, and what more devices bring."""
+"""Static HTML page of a plan: memory and its limit, timelines by rank, and scaling over devices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MOST_ROWS = 16
 
 
 def page(plan: Any) -> str:
-    """The whole page.
+    """Return the HTML page.
 
     Args:
-        plan: What it shows.
+        plan: Plan to show.
     """
     rows = "".join(_table_row(number, row) for number, row in enumerate(plan.rows))
     refused = "".join(f"<li><b>{_text(each.candidate)}</b>: {_text(each.reason)}</li>" for each in plan.refused)
@@ -42,7 +42,7 @@ def page(plan: Any) -> str:
 
 
 def memory_bars(plan: Any) -> str:
-    """Memory by kind of each row, and the limit, as SVG."""
+    """Return an SVG of each row's memory by kind, with the limit."""
     rows = plan.rows[:_MOST_ROWS]
     room = plan.device.memory_bytes - plan.device.reserved_bytes
     most = max(row.memory["peak"] for row in rows)
@@ -67,7 +67,7 @@ def memory_bars(plan: Any) -> str:
 
 
 def timeline(row: Any) -> str:
-    """When each rank that was looked at computes, sends and waits in a step, as SVG."""
+    """Return an SVG timeline of compute, communication and waits of each traced rank in a step."""
     total = max((time.step for time in row.timelines.values()), default=0.0)
     if not total:
         return ""

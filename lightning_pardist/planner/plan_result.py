@@ -1,4 +1,4 @@
-"""What a plan says: rows, the best first, with reasons, explanations, differences and answers to "what if"."""
+"""Result of a plan: rows in order of preference, explanations, differences and "what if" queries."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from lightning_pardist.planner.profiles import DeviceProfile, find_profile
 from lightning_pardist.planner.step_time import StepTime
 from lightning_pardist.planner.words import change_text, size_text, time_text
 
-#: Rows within this share of the best are as fast.
+#: Relative difference in speed below which a row counts as fast as the best one.
 _SAME = 0.005
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate, planned.
+    """A planned candidate.
 
     Attributes:
-        candidate: Which.
+        candidate: The candidate.
         dims: Degrees of parallelism.
-        memory: Bytes of the fullest rank at its peak, by kind, and ``peak``, their sum.
-        peak_in: What the step is at then.
-        fullest_rank: Which rank that is; of a pipeline one of each stage was looked at.
-        sent: Bytes that a rank sends in a step, by axis; of a pipeline the rank that sends most.
-        time: Seconds of a step, of the rank that computes longest.
-        idle_share: Time in which ranks of a pipeline wait for each other, over the time of all.
-        samples: Samples a rank and step; 0 if they could not be counted.
-        samples_per_s: Of all ranks together; 0 if the batch's samples could not be counted.
-        tokens_per_s: The same for tokens; 0 if the batch has no integers of two dims.
-        mfu: Share of the devices' peak that the model's own operations are.
-        fits: Whether the peak and what a device reserves fit its memory.
-        reason: Why it is not the best; of the best why it is.
-        looked_at: Where the module looked at values, which were guessed.
-        timelines: Of each rank that was looked at.
-        on_host: Bytes of the fullest rank in the host's memory, which ``memory`` is without.
-        in_files: Bytes of its optimizer state in files, which neither has but for what is resident at a time.
+        memory: Bytes by kind of the rank with the highest peak, at its peak, and ``peak``, their sum.
+        peak_in: Part of the step in which the peak occurs.
+        fullest_rank: Rank with the highest peak; for a pipeline one rank of each stage is traced.
+        sent: Bytes that a rank sends per step, by axis; for a pipeline of the rank that sends most.
+        time: Step time of the rank that computes longest, in seconds.
+        idle_share: Time for which ranks of a pipeline wait for each other, as a fraction of the time of all ranks.
+        samples: Samples per rank and step; 0 if they could not be counted.
+        samples_per_s: Samples per second over all ranks; 0 if the batch's samples could not be counted.
+        tokens_per_s: Tokens per second over all ranks; 0 if the batch has no 2-dim integer tensor.
+        mfu: Fraction of the devices' peak that the model's own operations use.
+        fits: Whether the peak and the device's reserved memory fit its memory.
+        reason: Why it is the best, or why it is not.
+        looked_at: Places at which the module reads tensor values, which were guessed.
+        timelines: Step times of the traced ranks.
+        on_host: Bytes of the same rank in host memory, not included in ``memory``.
+        in_files: Bytes of its optimizer state in files; only its resident part is included in the other two.
     """
 
     candidate: Candidate
@@ -65,7 +65,7 @@ class Row:
     in_files: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: bytes, seconds."""
+        """Return the row as plain values in bytes and seconds."""
         return {
             "strategy": self.candidate.strategy,
             "settings": dict(self.candidate.settings),
@@ -95,11 +95,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Refused:
-    """One candidate of which there are no numbers.
+    """A candidate without estimates.
 
     Attributes:
-        candidate: Which.
-        reason: What its strategy says, or why it was not looked at.
+        candidate: The candidate.
+        reason: Error of its strategy, or why it was not traced.
     """
 
     candidate: Candidate
@@ -107,16 +107,16 @@ class Refused:
 
 
 class Plan:
-    """What came out, the best first. Prints itself, and shows itself in a notebook.
+    """Result of planning, the best candidate first; has a text and a notebook representation.
 
     Attributes:
         rows: Candidates that could be planned: those that fit, by speed, then the others, by memory.
-        refused: Those that their strategy refuses, that cannot be planned, or that cannot be the best.
-        device: The profile that times and limits are of.
-        devices: Ranks a node.
-        num_nodes: Nodes.
-        notes: What is not as asked.
-        untraced: Of an answer of :meth:`what_if`, candidates without numbers that may be the best there.
+        refused: Candidates that their strategy refuses, that cannot be planned, or that cannot be the best.
+        device: Device profile for times and limits.
+        devices: Ranks per node.
+        num_nodes: Number of nodes.
+        notes: Deviations from the requested settings.
+        untraced: For a result of :meth:`what_if`, candidates without estimates that may be the best.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def best(self) -> Row | None:
-        """The fastest that fits; None if none does."""
+        """Fastest row that fits; None if no row fits."""
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
     def what_if(
@@ -154,18 +154,18 @@ class Plan:
         memory_gb: float | None = None,
         links: float = 1.0,
     ) -> Plan:
-        """The same candidates on another device, with more memory or faster links, without running anything again.
+        """Return the plan of the same candidates for another device, memory or link bandwidth, without tracing again.
 
-        Candidates that the plan had no reason to trace may be the best there, with less memory above all. Then a note
-        names them (``untraced``), and only a new plan tells.
+        Candidates that this plan did not trace may be the best there, in particular with less memory. A note then lists
+        them (``untraced``); a new plan is needed to compare them.
 
         Args:
-            device: In place of the plan's own, as :func:`~lightning_pardist.plan` takes it; of the same backend.
-            memory_gb: In place of the device's memory, in 10^9 bytes.
+            device: Device in place of the plan's own, as for :func:`~lightning_pardist.plan`; of the same backend.
+            memory_gb: Override of the device's memory, in 10^9 bytes.
             links: Factor on the bandwidth of links inside and between nodes.
 
         Raises:
-            ValueError: If the device's collectives are another backend's, which engines choose by.
+            ValueError: If the device uses another collective backend, on which engines depend.
         """
         profile = find_profile(self.device if device is None else device, memory_gb=memory_gb)
         if profile.backend != self.device.backend or self._again is None:
@@ -178,15 +178,15 @@ class Plan:
         return self._again(replace(profile, inside=inside, between=between))
 
     def scaling(self) -> list[tuple[int, float]]:
-        """Numbers of devices, and the samples a second that ``pardist_ddp`` trains on them with one batch each.
+        """Return numbers of devices with the samples per second of ``pardist_ddp`` on them, with one batch each.
 
-        More devices pay as long as the time of messages that no overlap hides stays small beside that of computing.
+        More devices help as long as exposed communication is short compared to compute.
         Empty if ``pardist_ddp`` is not among the rows.
         """
         return self._scaling()
 
     def why_nothing_fits(self) -> str:
-        """What would have to change for the candidate that needs the least."""
+        """Return what would have to change for the candidate that needs the least memory."""
         if self.untraced:
             return (
                 f"No candidate that was traced fits {size_text(self.device.memory_bytes)}, and not all were."
@@ -206,10 +206,10 @@ class Plan:
         return f"Not traced, and may be the best here: {names}. Make a new plan() for {self.device.name} as it is here."
 
     def explain(self, row: Row | int) -> str:
-        """What makes a row's memory and time.
+        """Return a breakdown of a row's memory and time.
 
         Args:
-            row: It, or its number from 0.
+            row: The row, or its index from 0.
         """
         row = self.rows[row] if isinstance(row, int) else row
         kinds = sorted((kind for kind in row.memory if kind != "peak"), key=lambda kind: -row.memory[kind])
@@ -238,11 +238,11 @@ class Plan:
         return "\n".join(lines)
 
     def diff(self, first: Row | int, second: Row | int) -> str:
-        """Where the second gains and loses against the first.
+        """Return the differences in memory, time and communication of the second row to the first.
 
         Args:
-            first: A row, or its number from 0.
-            second: Another.
+            first: A row, or its index from 0.
+            second: Another row or index.
         """
         a, b = (self.rows[row] if isinstance(row, int) else row for row in (first, second))
         lines = [f"{b.candidate} against {a.candidate}:"]
@@ -255,7 +255,7 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the plan as plain values."""
         return {
             "device": self.device.to_json(),
             "devices": self.devices,
@@ -273,11 +273,11 @@ class Plan:
         Path(path).write_text(self.to_json_text())
 
     def to_json_text(self) -> str:
-        """The same as text."""
+        """Return :meth:`to_json` as JSON text."""
         return json.dumps(self.to_json(), indent=2) + "\n"
 
     def to_html(self) -> str:
-        """A page of its own: the table, memory by kind, and steps by rank."""
+        """Return a standalone HTML page with the table, memory by kind, and steps by rank."""
         return page(self)
 
     def _repr_html_(self) -> str:
@@ -285,13 +285,13 @@ class Plan:
 
     @property
     def headline(self) -> str:
-        """What was planned for, and where its rates are from."""
+        """Devices of the plan, and the source of their rates."""
         where = f"{self.devices} x {self.num_nodes} {self.device.name}"
         return f"{where} ({size_text(self.device.memory_bytes)} each; {self.device.rates_text})"
 
     @property
     def trainer_line(self) -> str:
-        """What to copy; empty if nothing fits."""
+        """Trainer expression of the best row; empty if nothing fits."""
         if self.best is None:
             return ""
         nodes = f", num_nodes={self.num_nodes}" if self.num_nodes > 1 else ""
@@ -322,12 +322,12 @@ class Plan:
 
 
 def ranked(rows: Sequence[Row], profile: DeviceProfile, *, all_traced: bool = True) -> list[Row]:
-    """Rows, the best first, each with its reason.
+    """Sort rows, the best first, and set their reasons.
 
     Args:
-        rows: In any order.
-        profile: What they are timed and limited by.
-        all_traced: Whether nothing else could be the best.
+        rows: Rows in any order.
+        profile: Device profile of their times and limits.
+        all_traced: Whether no untraced candidate could be the best.
     """
     ordered = sorted(rows, key=lambda row: (not row.fits, -row.samples_per_s if row.fits else 0, row.memory["peak"]))
     best = ordered[0] if ordered and ordered[0].fits else None
@@ -347,7 +347,7 @@ def _with_reason(row: Row, best: Row | None, profile: DeviceProfile, all_traced:
 
 
 def _against(row: Row, best: Row) -> str:
-    """Where a row loses time against the best."""
+    """Return where a row loses time compared to the best."""
     lost = 1 - row.samples_per_s / best.samples_per_s if best.samples_per_s else 0.0
     if lost < _SAME:
         return f"as fast, and holds {'more' if row.memory['peak'] > best.memory['peak'] else 'as much or less'}"

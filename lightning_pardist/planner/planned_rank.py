@@ -1,4 +1,4 @@
-"""One rank of many runs two training steps of a Trainer with a real strategy, and nobody else does."""
+"""Tracing of single ranks: two training steps of a Trainer with a real strategy, without the other ranks."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _SMALL_BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank did in its second step, when optimizer state exists.
+    """Trace of one rank's second step, in which optimizer state exists.
 
     Attributes:
         dims: Degrees of parallelism.
-        rank: Which of the ranks it was.
-        held: Bytes by kind when they were most.
-        peak_in: What the step was at then: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        rank: Global rank.
+        held: Bytes by kind at the peak.
+        peak_in: Part of the step with the peak: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         events: Operators, messages and changes of memory, in order.
-        before_optimizer: How many of them come before the optimizer's step.
-        looked_at: Where user code looked at values that were not known.
-        microbatches: How many a step is made of.
-        on_host: Bytes in the host's memory where the device has one of its own, and ``held`` is without them.
-        in_files: Bytes of optimizer state in files, of which ``held`` or ``on_host`` have what is resident at a time.
+        before_optimizer: Number of events before the optimizer's step.
+        looked_at: Places at which user code read unknown values.
+        microbatches: Number of micro-batches of a step.
+        on_host: Bytes in host memory that are offloaded from the device, not included in ``held``.
+        in_files: Bytes of optimizer state in files; ``held`` or ``on_host`` include only its resident part.
     """
 
     dims: ParallelDims
@@ -73,9 +73,9 @@ class Place:
     """One rank of a job.
 
     Attributes:
-        rank: Which it is.
-        devices: Ranks a node.
-        num_nodes: Nodes.
+        rank: Global rank.
+        devices: Ranks per node.
+        num_nodes: Number of nodes.
         stands_for: Backend of the job's collectives: ``"gloo"`` or ``"nccl"``.
     """
 
@@ -86,7 +86,7 @@ class Place:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return self.devices * self.num_nodes
 
 
@@ -100,23 +100,23 @@ def trace_rank(
     forms: Forms | None = None,
     found: dict[Any, Any] | None = None,
 ) -> RankTrace:
-    """Run two steps of one rank, whose kernels compute nothing. Not collective; changes nothing of the module.
+    """Run two steps of one rank without computing kernels. Not collective; the module is not changed.
 
     Args:
-        module: As it is before training, with values or on ``meta``.
-        batch: What this rank gets in a step, on the host.
-        strategy: Makes the strategy.
-        place: The rank.
+        module: The module before training, with values or on ``meta``.
+        batch: This rank's batch in a step, on the host.
+        strategy: Function that creates the strategy.
+        place: The rank to trace.
         trainer_settings: Further arguments of the Trainer, such as ``precision``.
-        forms: What operators return, shared with other traces.
-        found: What is known of the module under strategies that leave it and the batch alike, shared with other
-            traces: see :attr:`~lightning_pardist.axes.base.RunContext.found_once`.
+        forms: Cache of the shapes of operators' results, shared with other traces.
+        found: Findings about the module that are shared with other traces of the same module and batch: see
+            :attr:`~lightning_pardist.axes.base.RunContext.found_once`.
 
     Raises:
-        ValueError: From the strategy, if it refuses the module or a setting; whatever else its start raises.
+        ValueError: From the strategy, if it refuses the module or a setting. Other errors of its start propagate.
     """
     if dist.is_initialized():
-        # In a thread there is another record of process groups.
+        # A separate thread has its own registry of process groups.
         settings: dict[str, Any] = {"trainer_settings": trainer_settings, "forms": forms, "found": found}
         return trace_ranks(module, batch, strategy, [place], **settings)[0]
     with _undisturbed(), _optimizers_of(place):
@@ -133,20 +133,20 @@ def trace_ranks(
     forms: Forms | None = None,
     found: dict[Any, Any] | None = None,
 ) -> list[RankTrace]:
-    """The same for ranks that send each other what they cannot do without: the stages of a pipeline.
+    """Trace several ranks that depend on each other's messages, such as the stages of a pipeline.
 
     Args:
         module: See :func:`trace_rank`.
-        batch: The batch that all of them work on.
-        strategy: Makes a strategy for each.
-        places: The ranks.
+        batch: The batch of all of these ranks.
+        strategy: Function that creates a strategy, called for each rank.
+        places: The ranks to trace.
         trainer_settings: See :func:`trace_rank`.
         forms: See :func:`trace_rank`.
         found: See :func:`trace_rank`.
 
     Raises:
         ValueError: As :func:`trace_rank`.
-        Stuck: If they wait for each other for ever.
+        Stuck: If all of them wait for each other.
     """
     settings, ranks = trainer_settings or {}, [place.rank for place in places]
     turns, box = Turns(len(places)), dict[Any, deque[Any]]()
@@ -178,7 +178,7 @@ def trace_ranks(
 
 
 def _knowing(strategy: Callable[[], PardistStrategy], found: dict[Any, Any] | None) -> Callable[[], PardistStrategy]:
-    """Strategies that share what they find out about the module, and look at nothing once that needs values."""
+    """Wrap a strategy factory: its strategies share findings about the module, and skip checks that need values."""
 
     def make() -> PardistStrategy:
         made = strategy()
@@ -261,13 +261,13 @@ def _traced(
 
 
 def _copied(away: Mapping[str, int]) -> int:
-    """Bytes between host and device in a step: gradients, and what was updated; shards for forward and backward."""
+    """Return the bytes copied between host and device per step: gradients, and updated parameters or shards."""
     gradients = away["gradients"]
     return gradients + (2 * away["parameters"] if "parameters" in away else gradients)
 
 
 def _stepping_on_host(events: Sequence[Event], begins: int, copied: int) -> list[Event]:
-    """The events of a step whose optimizer's operators are the host's."""
+    """Return a step's events with the optimizer's operators replaced by one :class:`HostStep`."""
     last = events[begins:]
     works = [event for event in last if isinstance(event, Operator)]
     step = HostStep(sum(event.moved for event in works), copied, len(works))
@@ -279,14 +279,14 @@ def _optimizers_of(place: Place) -> AbstractContextManager[None]:
 
 
 def dims_of(strategy: PardistStrategy, place: Place) -> ParallelDims:
-    """The degrees of parallelism that a strategy would have in a job.
+    """Return the degrees of parallelism that a strategy would have in a job.
 
     Args:
-        strategy: As it would be given to a Trainer.
+        strategy: Strategy as passed to a Trainer.
         place: One of the job's ranks.
 
     Raises:
-        ValueError: If they do not fit the ranks.
+        ValueError: If they do not fit the number of ranks.
     """
     strategy.num_nodes = place.num_nodes
     strategy.parallel_devices = [torch.device("cpu")] * place.devices
@@ -294,7 +294,7 @@ def dims_of(strategy: PardistStrategy, place: Place) -> ParallelDims:
 
 
 def stage_places(dims: ParallelDims, first: Place) -> list[Place]:
-    """One rank of each stage of a job's first pipeline; the first rank alone where there is none.
+    """Return one rank of each stage of a job's first pipeline; only the first rank without a pipeline.
 
     Args:
         dims: The job's degrees.
@@ -305,7 +305,7 @@ def stage_places(dims: ParallelDims, first: Place) -> list[Place]:
 
 
 def without_values(module: pl.LightningModule, skipped: SkippedKernels) -> pl.LightningModule:
-    """A copy whose parameters nobody has written to, inside :class:`SkippedKernels`."""
+    """Return a copy with uninitialised parameters, inside :class:`SkippedKernels`."""
     memo: dict[int, Any] = {}
     for param in module.parameters():
         empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
@@ -320,7 +320,7 @@ def without_values(module: pl.LightningModule, skipped: SkippedKernels) -> pl.Li
 
 
 class _Batches:
-    """A loader of equal batches."""
+    """Loader that repeats one batch."""
 
     def __init__(self, batch: Any, count: int) -> None:
         self._batch = batch
@@ -334,7 +334,7 @@ class _Batches:
 
 
 class _PlannedEnvironment(ClusterEnvironment):
-    """Tells a Trainer which rank it is."""
+    """Cluster environment of a traced rank."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -365,7 +365,7 @@ class _PlannedEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """The plan's number stands."""
+        """Do nothing: the plan's number is fixed."""
 
     @override
     def global_rank(self) -> int:
@@ -373,7 +373,7 @@ class _PlannedEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """The plan's number stands."""
+        """Do nothing: the plan's number is fixed."""
 
     @override
     def local_rank(self) -> int:
@@ -386,7 +386,7 @@ class _PlannedEnvironment(ClusterEnvironment):
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """What a Trainer does to its process is undone, and nothing is said."""
+    """Context that disables logging and undoes a Trainer's changes of its process."""
     hook, threads = sys.excepthook, torch.get_num_threads()
     rank = getattr(rank_zero_only, "rank", None)
     before = logging.root.manager.disable

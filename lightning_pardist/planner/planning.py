@@ -1,4 +1,4 @@
-"""Which strategy, does it fit, how fast."""
+"""Entry point of the planner: which strategies fit, and how fast they are."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ def plan(
     activation_checkpointing: Checkpointing | None = None,
     **trainer_settings: Any,
 ) -> Plan:
-    """Plan training without the devices: memory and time of every strategy, by running ranks of each.
+    """Plan training without the devices: estimate memory and step time of every strategy.
 
     The module's own step runs under each strategy's own engines, with its batch and optimizers, as the first rank of
-    all, or as one rank of each stage of a pipeline. Operators compute nothing, and messages go nowhere: what is
-    allocated, computed and sent is counted. Neither the module nor this process changes. Not collective.
+    the world, or as one rank of each stage of a pipeline. Operators are not computed and messages are not sent; memory,
+    operations and messages are counted. Neither the module nor this process changes. Not collective.
 
     Args:
-        module: As it is before training, with values or built on ``meta``.
+        module: The module before training, with values or built on ``meta``.
         data: One rank's batch, a DataLoader, or a LightningDataModule.
         devices: ``Trainer(devices=)``.
         num_nodes: ``Trainer(num_nodes=)``.
         device: A name (``"h100"``), the path of a saved profile, or a profile.
-        memory_gb: In place of the device's memory, in 10^9 bytes.
-        strategies: Registered names, each of which is traced; by default those whose engines differ, as far as they
-            can be the best.
-        global_batch: Samples of an optimizer step over all ranks, divided among those with samples of their own. By
-            default each of them gets the batch as it is.
-        time_limit_s: Seconds after which no further candidate is traced once one fits; those that are left say so.
-        activation_checkpointing: As strategies have it, of every candidate; where it is None, ``"auto"`` is tried for
+        memory_gb: Override of the device's memory, in 10^9 bytes.
+        strategies: Registered names, all of which are traced; by default those whose engines differ, unless they
+            cannot be the best.
+        global_batch: Samples of an optimizer step over all ranks, divided over the ranks with different samples. By
+            default each of these ranks gets the given batch.
+        time_limit_s: Seconds after which no further candidate is traced once one fits; the rest are reported as such.
+        activation_checkpointing: Setting of the same name for every candidate. With None, ``"auto"`` is tried for
             those that do not fit.
         **trainer_settings: Further arguments of the Trainer that change a step: ``precision``,
             ``accumulate_grad_batches``, ``gradient_clip_val``.
 
     Returns:
-        Every candidate, the best first.
+        The plan with every candidate, the best first.
 
     Raises:
-        PlanError: If there is no batch or nothing in it, a strategy is not known, or the module's step fails.
-        ProfileError: If the device is not known, or its profile is broken.
+        PlanError: If there is no batch or no tensor in it, a strategy is unknown, or the module's step fails.
+        ProfileError: If the device is unknown, or its profile is invalid.
     """
     profile = find_profile(device, memory_gb=memory_gb)
     names = known_names(DEFAULT if strategies is None else strategies)
@@ -86,10 +86,10 @@ def plan(
 
 
 def known_names(names: Sequence[str]) -> Sequence[str]:
-    """The same names.
+    """Check that strategy names are registered, and return them.
 
     Raises:
-        PlanError: If there is no strategy of a name.
+        PlanError: If a name is unknown.
     """
     known = {entry.name for entry in TABLE}
     for name in names:

@@ -1,7 +1,7 @@
-"""What devices can do: figures of data sheets, or measured by ``pardist doctor --save``.
+"""Device profiles: compute, memory and link rates from data sheets, or measured by ``pardist doctor --save``.
 
-A data sheet's figure is a peak. What a program reaches of it is an efficiency, which is assumed unless a profile was
-measured, and marked so wherever it is shown.
+Data sheets list peak rates. The fraction that a program reaches is an efficiency, which is assumed unless the profile
+was measured, and reported as assumed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lightning_pardist.planner.operator_rates import Rates
 
 
 class ProfileError(ValueError):
-    """There is no such device, or a profile cannot be used; the message is a sentence."""
+    """A device is unknown, or a profile is invalid; the message is a sentence."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How ranks are connected.
+    """Latency and bandwidth of a connection between ranks.
 
     Attributes:
-        latency_s: Seconds that a message of no size takes.
-        bytes_per_s: One device sends so many, in one direction.
+        latency_s: Seconds of an empty message.
+        bytes_per_s: Bytes per second that one device sends, in one direction.
     """
 
     latency_s: float
@@ -36,34 +36,34 @@ class Link:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """One kind of device, and the links between several.
+    """Rates of a type of device and of the links between devices.
 
     Attributes:
-        name: Of the device.
-        memory_bytes: Of one device.
-        flops: Floating point operations a second by dtype (``"float32"``, ``"bfloat16"``), dense.
-        bytes_per_s: Of its memory.
-        inside: The link inside a node.
-        between: The link between nodes.
+        name: Name of the device.
+        memory_bytes: Memory of one device.
+        flops: Floating point operations per second by dtype (``"float32"``, ``"bfloat16"``), dense.
+        bytes_per_s: Bandwidth of its memory.
+        inside: Link inside a node.
+        between: Link between nodes.
         host_s_per_operator: Seconds that Python takes to issue one operator.
-        operator_s: Seconds that an operator takes however small it is.
-        asynchronous: Whether the device works while the host goes on.
-        backend: Of its collectives: ``"nccl"`` or ``"gloo"``.
-        reserved_bytes: Memory that a context, libraries and fragmentation take.
-        matmul_efficiency: Share of ``flops`` that matrix products reach.
-        memory_efficiency: Share of ``bytes_per_s`` that other operators reach.
-        link_efficiency: Share of a link's bandwidth that collectives reach.
-        is_measured: Whether rates are measured (then efficiencies are 1), and not a data sheet's.
-        assumed_links: Of a measured profile those of ``"inside"`` and ``"between"`` that no ranks could measure.
-        sources: Where the numbers are from.
-        rates: Of single operators, by size: see :mod:`~lightning_pardist.planner.operator_rates`. Where it is empty, an
-            operator takes what its arithmetic and its memory traffic take at the rates above.
-        message_rates: Bytes a second that a rank sends inside a node besides latencies, by bytes sent and by kind of
-            message (``"reduce"``, ``"gather"``, ``"send"``); where it is empty, those of the links.
-        link_host_share: Share of a message's time in which it keeps the processor busy that computes.
-        host_link_bytes_per_s: Between the host's memory and a device, in one direction.
-        host_bytes_per_s: Of the host's memory, a device's share: for optimizers that step there.
-        disk_bytes_per_s: Of a local disk, a device's share: for optimizer state in files.
+        operator_s: Minimum duration of an operator, in seconds.
+        asynchronous: Whether the device executes asynchronously to the host.
+        backend: Backend of its collectives: ``"nccl"`` or ``"gloo"``.
+        reserved_bytes: Memory for the context, libraries and fragmentation.
+        matmul_efficiency: Fraction of ``flops`` that matrix products reach.
+        memory_efficiency: Fraction of ``bytes_per_s`` that other operators reach.
+        link_efficiency: Fraction of a link's bandwidth that collectives reach.
+        is_measured: Whether rates were measured (efficiencies are then 1) instead of taken from a data sheet.
+        assumed_links: For a measured profile, which of ``"inside"`` and ``"between"`` could not be measured.
+        sources: Sources of the numbers.
+        rates: Rates of single operators by size, see :mod:`~lightning_pardist.planner.operator_rates`. If empty, an
+            operator's time follows from its arithmetic and memory traffic at the rates above.
+        message_rates: Bytes per second that a rank sends inside a node, without latencies, by bytes sent and by kind of
+            message (``"reduce"``, ``"gather"``, ``"send"``); if empty, the bandwidths of the links.
+        link_host_share: Fraction of a message's time during which it occupies the processor that computes.
+        host_link_bytes_per_s: Bandwidth between host memory and a device, in one direction.
+        host_bytes_per_s: A device's share of the host memory bandwidth, for optimizers that step on the host.
+        disk_bytes_per_s: A device's share of a local disk's bandwidth, for optimizer state in files.
     """
 
     name: str
@@ -91,12 +91,12 @@ class DeviceProfile:
     disk_bytes_per_s: float = 2e9
 
     def flops_of(self, dtype: str) -> float:
-        """Operations a second of matrix products of a dtype; those of fp32 where it is not listed."""
+        """Return the effective FLOP/s of matrix products in a dtype; those of fp32 if it is not listed."""
         return self.flops.get(dtype, self.flops["float32"]) * self.matmul_efficiency
 
     @property
     def rates_text(self) -> str:
-        """Where rates are from, in few words."""
+        """Short description of the source of the rates."""
         if not self.is_measured:
             return "data sheet, efficiencies assumed"
         if not self.assumed_links:
@@ -104,15 +104,15 @@ class DeviceProfile:
         return f"measured, but links {' and '.join(_LINKS[each] for each in self.assumed_links)} assumed"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, as :meth:`read` takes them."""
+        """Return the profile as plain values that :meth:`read` accepts."""
         return asdict(self)
 
     @classmethod
     def read(cls, path: str | Path) -> DeviceProfile:
-        """A profile that was saved.
+        """Read a saved profile.
 
         Raises:
-            ProfileError: If the file cannot be read or is not a profile, with what is wrong.
+            ProfileError: If the file cannot be read or is not a valid profile, with the reason.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -224,11 +224,11 @@ _TABLE: dict[str, DeviceProfile] = {
 
 
 def data_sheet_of(name: str) -> DeviceProfile:
-    """The data sheet that is nearest to a device.
+    """Return the data-sheet profile of a device.
 
     Args:
-        name: As the device calls itself, such as ``"NVIDIA H100 80GB HBM3"``. One of a kind that is not in the table
-            gets the profile with the slowest links.
+        name: Name that the device reports, such as ``"NVIDIA H100 80GB HBM3"``. Devices that are not in the table get
+            the NCCL profile with the slowest links.
     """
     words = name.lower()
     slowest = min(
@@ -238,14 +238,14 @@ def data_sheet_of(name: str) -> DeviceProfile:
 
 
 def find_profile(device: str | Path | DeviceProfile, *, memory_gb: float | None = None) -> DeviceProfile:
-    """The profile of a device.
+    """Return the profile of a device.
 
     Args:
         device: A name (``"h100"``), a path of a saved profile, or a profile.
-        memory_gb: In place of the device's memory, in 10^9 bytes.
+        memory_gb: Override of the device's memory, in 10^9 bytes.
 
     Raises:
-        ProfileError: If there is no such device, or the file is no profile.
+        ProfileError: If the device is unknown, or the file is not a valid profile.
     """
     if isinstance(device, DeviceProfile):
         found = device

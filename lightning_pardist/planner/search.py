@@ -1,4 +1,4 @@
-"""The search: candidates traced, timed and compared; those that cannot be the best are left out first."""
+"""Search over candidates: traces, times and compares them, and skips those that cannot be the best."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ _log = logging.getLogger(__name__)
 _NOT_BY_DEFAULT = (
     "not traced: it runs as one of the others does, or is seldom the fastest. Name it in strategies to see it."
 )
-#: Strategies that are traced at least, as far as the module fits: a best one says little without others beside it.
+#: Minimum number of strategies to trace, as far as the module fits, for comparison with the best one.
 _COMPARED = 4
 _NOT_TRACED = "not traced, and may be the best here: make a new plan."
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned for.
+    """Devices, Trainer settings and global batch of a plan.
 
     Attributes:
-        devices: Ranks a node.
-        num_nodes: Nodes.
+        devices: Ranks per node.
+        num_nodes: Number of nodes.
         settings: Further arguments of the Trainer.
-        global_batch: Samples of all ranks together in an optimizer step; None for the batch that was given a rank.
+        global_batch: Samples of all ranks in an optimizer step; None to use the given batch on each rank.
     """
 
     devices: int
@@ -65,25 +65,25 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.devices * self.num_nodes
 
     @property
     def accumulated(self) -> int:
-        """Batches an optimizer step."""
+        """Batches per optimizer step."""
         return int(self.settings.get("accumulate_grad_batches", 1))
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """A candidate as it ran.
+    """Traces of a candidate.
 
     Attributes:
-        candidate: Which.
-        ranks: One of each stage, or the first.
-        share: Samples a rank and step, in samples of the batch that was given.
-        meeting: The same in a step in which islands meet; empty where every step is alike.
-        every: Steps from one meeting to the next.
+        candidate: The candidate.
+        ranks: Traces of one rank of each stage, or of the first rank.
+        share: Samples per rank and step, as a fraction of the given batch's samples.
+        meeting: Traces of a step in which islands synchronise; empty if all steps are equal.
+        every: Steps between two synchronisations.
     """
 
     candidate: Candidate
@@ -95,10 +95,10 @@ class _Traced:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A candidate that a bound says how fast it can be of.
+    """A candidate with the data for bounds of its speed.
 
     Attributes:
-        candidate: Which.
+        candidate: The candidate.
         dims: Its degrees of parallelism.
         share: See :class:`_Traced`.
     """
@@ -109,12 +109,12 @@ class _Bound:
 
 
 class Search:
-    """Traces candidates, and compares them. Not collective.
+    """Traces and compares candidates. Not collective.
 
     Args:
-        module: As it is before training.
+        module: The module before training.
         batch: A sample batch.
-        profile: The device.
+        profile: Profile of the device.
         job: What is planned for.
         leave_out: Whether candidates that cannot be the best are not traced.
         time_limit_s: Seconds after which, once a candidate fits, no further one is traced.
@@ -148,9 +148,9 @@ class Search:
         self._alone = self._traced_alone()
 
     def add_all(self, candidates: Iterable[Candidate]) -> None:
-        """Plan candidates: replicas first, then those that may be the fastest, next to which others may be left out.
+        """Plan candidates in order of their bounds: replicas first, then the most promising, to skip others early.
 
-        Last come those whose states rest on the host, which are for what fits no other way.
+        Candidates with offloaded states come last; they are for modules that fit in no other way.
         """
         some = list(candidates)
         if self._leave_out:
@@ -159,7 +159,7 @@ class Search:
             self.add(candidate)
 
     def _promise(self, candidate: Candidate) -> float:
-        """Samples a second at most; replicas need no other trace, and show what more ranks bring."""
+        """Return a bound of a candidate's samples per second; infinite for ``pardist_ddp``, which is planned first."""
         if candidate.strategy == "pardist_ddp":
             return math.inf
         try:
@@ -169,7 +169,7 @@ class Search:
             return 0.0
 
     def add(self, candidate: Candidate) -> None:
-        """Plan a candidate, and the same with activation checkpointing if it does not fit."""
+        """Plan a candidate, and if it does not fit also with activation checkpointing."""
         if (why := NOT_PLANNED.get(candidate.strategy)) is not None:
             self._refused.append(Refused(candidate, f"cannot be planned: {why}."))
             return
@@ -205,9 +205,9 @@ class Search:
             self.add(with_checkpointing(candidate))
 
     def _vary_microbatches(self, bound: _Bound, row: Row) -> None:
-        """Try twice and half as many micro-batches as a pipeline takes by itself, and go on where that is faster.
+        """Try twice and half the default number of micro-batches of a pipeline, and continue while that is faster.
 
-        More of them leave ranks idle for less, and issue more operators that are smaller: only a step shows what wins.
+        More micro-batches reduce the bubble but issue more and smaller operators; only a trace shows which effect wins.
         """
         stages = bound.dims.pipeline_parallel
         if stages == 1 or "num_microbatches" in bound.candidate.settings or not bound.candidate.takes_microbatches:
@@ -225,14 +225,14 @@ class Search:
                 count, best = int(count * factor), found
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Say of names that nobody asked for that they are not planned, and why."""
+        """Report names that are not planned by default, with the reason."""
         for name in names:
             why = NOT_PLANNED.get(name)
             reason = _NOT_BY_DEFAULT if why is None else f"cannot be planned: {why}."
             self._refused.append(Refused(Candidate(name), reason))
 
     def plan(self, notes: Sequence[str] = ()) -> Plan:
-        """All, the best first, each with its reason.
+        """Return the plan of all candidates, the best first, with reasons.
 
         Raises:
             PlanError: If every candidate is refused.
@@ -284,7 +284,7 @@ class Search:
         return refused, untraced
 
     def _scaling(self, profile: DeviceProfile) -> list[tuple[int, float]]:
-        """What replicas bring: they send the same buckets, whatever their number is."""
+        """Return samples per second of ``pardist_ddp`` by number of devices; buckets do not depend on that number."""
         plain = (each for each in self._traced if each.candidate.strategy == "pardist_ddp")
         traced = next((each for each in plain if set(each.candidate.settings) <= {"activation_checkpointing"}), None)
         if traced is None:
@@ -307,10 +307,10 @@ class Search:
         return Place(0, self._job.devices, self._job.num_nodes, self._profile.backend)
 
     def _share(self, dims: ParallelDims) -> float:
-        """Samples a rank and step over those of the sample batch.
+        """Return the samples per rank and step as a fraction of the sample batch's.
 
         Raises:
-            ValueError: If the global batch cannot be divided so.
+            ValueError: If the global batch is not divisible by the number of batches.
         """
         wanted, parts = self._job.global_batch, dims.batch_size * self._job.accumulated
         if wanted is None:
@@ -335,7 +335,7 @@ class Search:
         return resized(self._batch, round(samples_of(self._batch) * share))
 
     def _tried(self, bound: _Bound) -> _Traced | Refused:
-        """A candidate's trace, or why there is none. Whatever the module's code raises without values is a reason."""
+        """Trace a candidate, or return why it cannot be traced; errors of the module's code count as a reason."""
         candidate, dims, share = bound.candidate, bound.dims, bound.share
         places = stage_places(dims, self._first)
         try:
@@ -354,7 +354,7 @@ class Search:
             return Refused(candidate, reason)
 
     def _traced_alone(self) -> RankTrace:
-        """One process, which no strategy has a reason to refuse.
+        """Trace the module in a single process, which no strategy refuses.
 
         Raises:
             PlanError: If the module's own step fails.
@@ -370,9 +370,10 @@ class Search:
             ) from error
 
     def _cannot_be_best(self, bound: _Bound, rows: Sequence[Row], profile: DeviceProfile) -> str | None:
-        """Why not, by bounds. Replicas hold all states of what tensor and pipeline ranks leave of the module.
+        """Return by bounds why a candidate cannot be the best; None if it can. Replicas hold the unsharded states.
 
-        Of groups that share a batch, fit and are slow, larger ones are left out: they send more, or wait more.
+        If a candidate whose ranks share a batch fits but is slower than others, larger groups are skipped: they send or
+        wait more.
         """
         candidate, dims = bound.candidate, bound.dims
         states = self._alone.held.by_kind["parameters"] + self._alone.held.by_kind["optimizer"]
@@ -406,7 +407,7 @@ class Search:
         )
 
     def _most(self, bound: _Bound, profile: DeviceProfile) -> tuple[float, str]:
-        """Samples a second at most, and what keeps it from more."""
+        """Return an upper bound of the samples per second, and what limits it."""
         (computes, why), sends = self._least_computing(bound, profile), self._least_sending(bound, profile)
         if sends > computes:
             what = "gradients" if bound.candidate.replicates else "gradients and parameters"
@@ -415,11 +416,11 @@ class Search:
         return samples * self._job.accumulated / least if least else math.inf, why
 
     def _least_computing(self, bound: _Bound, profile: DeviceProfile) -> tuple[float, str]:
-        """Seconds of a step in which ranks compute, and why.
+        """Return a lower bound of a step's compute time in seconds, and the reason.
 
-        The ranks that share a batch can divide its arithmetic, and no more. Tensor ranks issue as many operators as
-        one process, stages their part of them for each micro-batch; so they do in an optimizer's step, unless
-        parameters are flattened.
+        The ranks that share a batch divide at most its arithmetic. Tensor ranks issue as many operators as a single
+        process, stages issue theirs for each micro-batch; the same holds for the optimizer step, unless parameters are
+        flattened.
         """
         candidate, dims, share = bound.candidate, bound.dims, bound.share
         apart = dims.world_size // dims.batch_size
@@ -439,10 +440,10 @@ class Search:
         return max(computes, issues), f"{apart} ranks work on each batch{parts}"
 
     def _least_sending(self, bound: _Bound, profile: DeviceProfile) -> float:
-        """Seconds for which the busiest group of a step sends gradients, in its longest ring.
+        """Return a lower bound of a step's communication time for gradients, in seconds, in its slowest group.
 
-        Replicas reduce them as they are. What ranks shard is scattered and gathered once at least, in two bytes a
-        number at least, taken as half of what gradients take.
+        Replicas all-reduce gradients uncompressed. Sharded states are reduce-scattered and all-gathered at least once,
+        in at least two bytes per element, taken as half of the gradients' size.
         """
         candidate, dims = bound.candidate, bound.dims
         size = self._gradients // dims.size("tensor_parallel", "pipeline_parallel")
@@ -458,7 +459,7 @@ class Search:
 
     @cached_property
     def _gradients(self) -> int:
-        """Bytes of one process' gradients when they are most."""
+        """Peak bytes of gradients in a single process."""
         now = most = 0
         for event in self._alone.events:
             if isinstance(event, tuple) and event[0].kind == "gradients":
@@ -508,14 +509,14 @@ class Search:
     def _timed(
         self, ranks: Sequence[RankTrace], profile: DeviceProfile
     ) -> tuple[dict[int, StepTime], dict[str, float]]:
-        """Times by rank, and what the rank sends that sends most, by axis."""
+        """Return times by rank, and the bytes by axis of the rank that sends most."""
         times = time_ranks({each.rank: each.events for each in ranks}, profile, ranks_per_node=self._job.devices)
         sent = [_sent_by_axis(each.events, each.dims) for each in ranks]
         return times, max(sent, key=lambda by_axis: sum(by_axis.values()))
 
 
 def _is_own_defect(error: BaseException) -> bool:
-    """Whether the planner's own code is wrong, and not what it runs, whose operators fail inside its modes as well."""
+    """Return whether an error is a defect of the planner itself, and not of the code that it traces."""
     if not isinstance(error, (AssertionError, AttributeError, KeyError, NameError, TypeError)):
         return False
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -523,7 +524,7 @@ def _is_own_defect(error: BaseException) -> bool:
 
 
 def _may_fit_with_checkpointing(row: Row, profile: DeviceProfile) -> bool:
-    """Whether what is held besides activations leaves room."""
+    """Return whether the memory other than activations fits the device."""
     return row.memory["peak"] - row.memory["activations"] + profile.reserved_bytes <= profile.memory_bytes
 
 
@@ -542,7 +543,7 @@ def _sent_by_axis(events: Sequence[Event], dims: ParallelDims) -> dict[str, floa
 
 
 def _main_dtype(events: Sequence[Event]) -> str:
-    """The dtype of most arithmetic."""
+    """Return the dtype of most of the arithmetic."""
     by_dtype: dict[str, int] = {}
     for event in events:
         if isinstance(event, Operator) and event.flops:

@@ -1,13 +1,13 @@
 """Training steps whose operators return tensors of the right shape and compute nothing.
 
-Every tensor is a real one on the CPU, so that engines, autograd and user code cannot tell the difference. But kernels
-do not run, and memory that nobody writes to is address space only: a system gives a page when it is first written to.
-What operators return is asked of torch's fake tensors, once for each combination of shapes.
+Every tensor is a real CPU tensor, indistinguishable to engines, autograd and user code. Kernels do not run, and memory
+that is never written is address space only: the system maps a page on its first write. Shapes of results come from
+torch's fake tensors, once for each combination of shapes.
 
-Code that looks at values (``lengths.tolist()``, ``mask.any()``) mostly looks at the batch, or at numbers that were put
-into a tensor a moment ago. So an operator runs for real while all that it reads is known and small. What comes of
-parameters is not known, and a look at it gets an answer that keeps a step going: 1 for numbers, no for questions, yes
-for "are they equal" and "are they all". That user code did so is noted.
+Code that reads values (``lengths.tolist()``, ``mask.any()``) mostly reads the batch, or numbers set just before.
+Operators are therefore computed as long as all of their inputs are known and small. Results that depend on parameters
+are unknown, and reading them returns a value with which a step continues: 1 for numbers, False for conditions, True for
+"are they equal" and "are they all". Such reads by user code are recorded.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _COPYING = (
     *("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "scatter_"),
     *("alltoall_", "alltoall_base_"),
 )
-#: Functional ones, which return tensors of their own.
+#: Functional collectives, which return new tensors.
 _CLONING = (
     *("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor"),
     *("reduce_scatter_tensor_coalesced", "all_to_all_single", "all_reduce", "all_reduce_coalesced", "broadcast"),
@@ -73,21 +73,21 @@ _OWN_CODE = ("torch", "lightning", "lightning_pardist", "torchmetrics", "context
 
 
 class SkippedKernels(UncompiledMode):
-    """Inside, operators return tensors of the right shape, and compute only what is small and known.
+    """Mode in which operators return tensors of the right shape, and compute only small tensors with known values.
 
     Args:
-        forms: What operators return, by their arguments; found so far and shared with other traces.
-        exchange: Delivers messages between ranks that are traced together.
+        forms: Cache of the shapes of operators' results by arguments, shared with other traces.
+        exchange: Message interface that delivers messages between ranks that are traced together.
 
     Attributes:
-        looked_at: Where user code looked at values that are not known: file and line.
+        looked_at: Places at which user code read unknown values: file and line.
     """
 
     def __init__(self, forms: Forms | None = None, exchange: Exchange | None = None) -> None:
         super().__init__()
         self.looked_at: dict[str, None] = {}
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # What it would remember is remembered here, for all traces.
+        # Its cache is replaced by this one, which is shared by all traces.
         self._fake_mode.cache_enabled = False
         self._unknown: dict[int, bool] = {}
         self._counts = ValueCounts(self._made)
@@ -96,7 +96,7 @@ class SkippedKernels(UncompiledMode):
         self._results: Forms = {} if forms is None else forms
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Say that nobody has written values into these tensors."""
+        """Mark tensors as having unknown values."""
         for tensor in tensors:
             self._is_unknown(tensor, True)
 
@@ -106,7 +106,7 @@ class SkippedKernels(UncompiledMode):
         if any(isinstance(leaf, FakeTensor) for leaf in inputs):
             return func(*args, **kwargs)
         if any(is_wrapper(leaf) for leaf in inputs):
-            # A DTensor turns to operators on its local part, which come here.
+            # A DTensor dispatches operators on its local tensor, which arrive here.
             return NotImplemented
         if func.namespace in _COLLECTIVES:
             return self._communicate(func, args, kwargs, inputs)
@@ -141,7 +141,7 @@ class SkippedKernels(UncompiledMode):
 
     @staticmethod
     def _fill_parts(result: Any, inputs: list[Tensor]) -> None:
-        """Write the answers into small parts of large tensors, which ``tolist()`` reads past torch."""
+        """Write values into small parts of large tensors, because ``tolist()`` bypasses the dispatcher."""
         if inputs and inputs[0].numel() <= _FILLED:
             return
         if isinstance(result, (list, tuple)) and len(result) > _PART:
@@ -191,7 +191,7 @@ class SkippedKernels(UncompiledMode):
         return made
 
     def _form(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Sizes and strides of what an operator returns, by torch's fake tensors."""
+        """Return sizes and strides of an operator's results, from torch's fake tensors."""
         if func.overloadpacket.__name__.startswith("_foreach_"):
             firsts, alike = _rows(args)
             if len(firsts) < len(alike):
@@ -280,7 +280,7 @@ class SkippedKernels(UncompiledMode):
             frame = frame.f_back
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        """Other ranks are taken to have what this one has, but for those that are traced together with it."""
+        """Simulate a collective: untraced ranks are assumed to hold the same tensors as this rank."""
         name = func.overloadpacket.__name__
         if func.namespace == "c10d" and name in _COPYING:
             result = self._as_if_sent(func, args)
@@ -310,7 +310,7 @@ class SkippedKernels(UncompiledMode):
 
     @staticmethod
     def _as_if_sent(func: Any, args: Any) -> Any:
-        """What a collective returns, without the copies from rank to rank that torch's fake group would make."""
+        """Return a collective's result without the copies between ranks that torch's fake group would make."""
         group = next(leaf for leaf in args if isinstance(leaf, torch.ScriptObject) and group_in([leaf]) is not None)
         with no_modes():
             work = torch.ops.c10d.send([torch.empty(0)], group, 0, 0)
@@ -335,14 +335,14 @@ class SkippedKernels(UncompiledMode):
 
 
 class _Input:
-    """An argument comes back."""
+    """Form of a result that is one of the arguments."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 class _Output:
-    """A tensor that an operator makes."""
+    """Form of a new tensor that an operator returns."""
 
     def __init__(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
         self.size, self.stride, self.dtype = size, stride, dtype
@@ -354,7 +354,7 @@ _MAP_NORESERVE = 0x4000
 
 
 def _unwritten(output: _Output) -> Tensor:
-    """Memory that nobody has written to. More than the machine has is mapped without a claim on it."""
+    """Return an uninitialised tensor; one that exceeds the machine's memory is mapped without reserving it."""
     try:
         return torch.empty_strided(output.size, output.stride, dtype=output.dtype)
     except RuntimeError:
@@ -367,7 +367,7 @@ def _unwritten(output: _Output) -> Tensor:
 
 
 def _key(value: Any) -> Any:
-    """Something that equal calls have in common; 1, 1.0 and True are different."""
+    """Return a hashable key of an argument, equal for equal calls; 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
@@ -379,7 +379,7 @@ def _key(value: Any) -> Any:
 
 
 def _rows(args: Any) -> tuple[list[int], list[int]]:
-    """Of an operator on each of many tensors: places of the first of each kind, and which of these each one is like."""
+    """For a foreach operator, return the index of the first tensor of each kind, and the kind of each tensor."""
     kinds: dict[Any, int] = {}
     firsts: list[int] = []
     alike: list[int] = []

@@ -1,4 +1,4 @@
-"""A callback that keeps a ledger of one of a Trainer's steps, whether its tensors have values or not."""
+"""Callback that records a ledger of one step of a Trainer, for real and for fake tensors."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lightning_pardist.planner.ledger import Event, Held, Ledger
 
 
 class StepLedger(pl.Callback):
-    """Counts from the start of a run, and keeps what happens in one step of an optimizer.
+    """Tracks memory from the start of a run, and records the events of one optimizer step.
 
     Args:
         ends: Whether the module is not used after the run.
-        step: Which step, from 1. In the second optimizer state exists; what strategies look at once, when the first
-            is over, comes before the third.
-        away: Kinds that rest on the host, where the optimizer steps on them: memory is the device's without them.
+        step: Number of the recorded step, from 1. Optimizer state exists from the second step on; one-time checks of
+            strategies after the first step come before the third.
+        away: Kinds that are kept on the host, where the optimizer steps; they do not count as device memory.
 
     Attributes:
-        held: Bytes by kind when they were most in that step, once it is over.
+        held: Bytes by kind at the peak of that step, available after it.
         held_away: Bytes of each kind on the host when the optimizer steps.
         peak_in: ``"forward"``, ``"backward"`` or ``"optimizer"``.
-        events: What happened in the step.
-        before_optimizer: How much of that before the optimizer's step.
-        microbatches: How often the step ran forward and backward.
+        events: Events of the step.
+        before_optimizer: Number of events before the optimizer's step.
+        microbatches: Number of forward and backward passes in the step.
     """
 
     def __init__(self, *, ends: bool = False, step: int = 2, away: Sequence[str] = ()) -> None:
@@ -118,7 +118,7 @@ class StepLedger(pl.Callback):
 
     @torch.no_grad()
     def _name(self, trainer: pl.Trainer) -> None:
-        """Say of what is there what it is."""
+        """Set the kinds of current tensors."""
         if self._ledger is None:
             return
         params = list(trainer.lightning_module.parameters())

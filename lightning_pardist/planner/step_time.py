@@ -1,14 +1,14 @@
-"""How long traced steps take on a device, and what they wait for.
+"""Simulation of traced steps on a device: duration, and waiting times by cause.
 
 Each operator takes the longer of its arithmetic and its memory traffic (a roofline), each message the latency and
-bandwidth of the link that its slowest pair of ranks has. Then the order in which a rank issued them is played: the
-host issues one after the other, the device computes in order, messages of one group go one behind the other beside
-that, and whatever touches memory that a message is still on waits for it. So buckets that leave during backward and
-units gathered ahead overlap as far as the order lets them.
+bandwidth of its slowest pair of ranks' link. The events are then simulated in the order in which a rank issued them:
+the host issues one after the other, the device computes in order, messages of one group run one after the other
+concurrently with compute, and an operator on memory of a pending message waits for it. Buckets that are sent during
+backward and prefetched units therefore overlap as far as the order allows.
 
-Stages of a pipeline are played together, each in the order in which it really ran, in the way of Varuna's simulator
-(arXiv 2111.04007): what a stage receives is there when the stage before it has computed and sent it. So uneven stages,
-and whatever the schedule is, count as they are.
+Stages of a pipeline are simulated together, each in the order in which it was traced, as in Varuna's simulator
+(arXiv 2111.04007): a message arrives after the sending stage has computed and sent it. This accounts for uneven stages
+and for any schedule.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from lightning_pardist.planner.profiles import DeviceProfile, Link
 
 
 class Span(NamedTuple):
-    """Something that takes time.
+    """An interval of a step's timeline.
 
     Attributes:
         kind: ``"compute"``, ``"send"`` or ``"wait"``.
-        begin: Seconds from the step's beginning.
-        end: Until when.
+        begin: Start, in seconds from the start of the step.
+        end: End, in seconds from the start of the step.
     """
 
     kind: str
@@ -43,15 +43,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one rank's step.
+    """Durations of one rank's step, in seconds.
 
     Attributes:
-        compute: The device computes.
-        communication: It waits for collectives, after all overlap.
-        idle: It waits for the host to issue operators, or for other stages.
-        hidden: Messages that were on their way while it computed.
-        stages: The part of ``idle`` in which it waits for other stages of a pipeline.
-        spans: When it computed, sent and waited, neighbours of one kind taken together.
+        compute: Time in which the device computes.
+        communication: Exposed communication: time in which the device waits for collectives.
+        idle: Time in which the device waits for the host to issue operators, or for other stages.
+        hidden: Communication that overlaps with compute.
+        stages: The part of ``idle`` that is spent waiting for other stages of a pipeline.
+        spans: Timeline of compute, communication and waits; adjacent spans of one kind are merged.
     """
 
     compute: float
@@ -63,17 +63,17 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        """From the start to the end."""
+        """Duration of the whole step."""
         return self.compute + self.communication + self.idle
 
 
 def time_step(events: Sequence[Event], profile: DeviceProfile, *, ranks_per_node: int) -> StepTime:
-    """Play the order of one rank's step.
+    """Simulate one rank's step.
 
     Args:
-        events: Of its step.
-        profile: The device.
-        ranks_per_node: Ranks ``0 .. ranks_per_node - 1`` are on the first node, and so on.
+        events: Events of the step, in order.
+        profile: Profile of the device.
+        ranks_per_node: Ranks per node: ranks ``0 .. ranks_per_node - 1`` are on the first node, and so on.
     """
     return time_ranks({0: events}, profile, ranks_per_node=ranks_per_node)[0]
 
@@ -81,11 +81,11 @@ def time_step(events: Sequence[Event], profile: DeviceProfile, *, ranks_per_node
 def time_ranks(
     steps: dict[int, Sequence[Event]], profile: DeviceProfile, *, ranks_per_node: int
 ) -> dict[int, StepTime]:
-    """Play the steps of ranks that send each other messages. All of them end with the last.
+    """Simulate the steps of ranks that exchange messages. All of them end at the same time as the last.
 
     Args:
         steps: Events by global rank.
-        profile: The device.
+        profile: Profile of the device.
         ranks_per_node: See :func:`time_step`.
 
     Raises:
@@ -113,7 +113,7 @@ def time_ranks(
 
 @dataclass(slots=True)
 class _OnWay:
-    """A message that keeps a processor busy from its beginning to its end."""
+    """A message in flight that occupies the processor from its begin to its end."""
 
     begin: float
     end: float
@@ -122,7 +122,7 @@ class _OnWay:
 
 
 class _Player:
-    """One rank: see :func:`time_ranks`."""
+    """Simulation of one rank, see :func:`time_ranks`."""
 
     def __init__(
         self,
@@ -138,10 +138,10 @@ class _Player:
         self._host = self._device = self._compute = self._waited = self._for_stages = self._on_wire = 0.0
         self._groups: dict[object, float] = {}
         self._done: dict[int, float] = {}
-        #: What messages keep the processor busy that computes: see :meth:`_stolen`.
+        #: Fraction of a message's time that it takes from the computing processor, see :meth:`_stolen`.
         self._share = 0.0 if profile.asynchronous else profile.link_host_share
         self._on_way: list[_OnWay] = []
-        #: Memory that a message of another stage was last written to.
+        #: Storages last written by a message of another stage.
         self._received: set[int] = set()
         self._spans: list[Span] = []
 
@@ -155,13 +155,13 @@ class _Player:
 
     @property
     def waits_for(self) -> str:
-        """The event that it cannot play yet."""
+        """Return a description of the event at which the simulation is blocked."""
         event = self._events[self._next]
         number = f"event {self._next} of {len(self._events)}"
         return f"{event.name} ({number})" if isinstance(event, Message) else number
 
     def go_on(self) -> bool:
-        """Play events until one needs a message that has not been sent; whether there were any."""
+        """Simulate events until one needs a message that is not sent yet; return whether there was progress."""
         before = self._next
         while self._next < len(self._events):
             event = self._events[self._next]
@@ -214,16 +214,16 @@ class _Player:
             self._host = self._device
 
     def _wait_for_host(self, took: float) -> None:
-        """Everything has arrived before, and goes on afterwards. Copies are taken not to overlap, which some do."""
+        """Simulate a host step, between all other work; overlap of copies is not modelled."""
         start = self.end
         self._waited += start - max(self._device, self._host)
         self._host = self._device = start + took
         self._note("wait", start, self._device)
 
     def _stolen(self, start: float, took: float) -> float:
-        """Seconds that messages take from an operator, where both need one processor.
+        """Return the seconds that messages take from an operator if both use the same processor.
 
-        It is shared evenly: while both are there, each has half of it, so that a message comes as much later.
+        The processor is shared evenly: while both run, each gets half of it, and a message is delayed accordingly.
         """
         self._on_way = [each for each in self._on_way if each.end > start]
         needs = [self._share * (each.end - max(start, each.begin)) for each in self._on_way]
@@ -243,7 +243,7 @@ class _Player:
         self._groups[message.stream] = max(self._groups.get(message.stream, 0.0), message.end)
 
     def _send(self, event: Message) -> bool:
-        """Play a message; False if it waits for its sender."""
+        """Simulate a message; return False if it waits for its sender."""
         single = event.peer >= 0
         other = event.ranks[event.peer] if single else -1
         receives = single and event.name != "send"
@@ -283,26 +283,26 @@ class _Player:
 
 
 def without_spans(time: StepTime) -> StepTime:
-    """The same without a timeline."""
+    """Return the step time without its timeline."""
     return replace(time, spans=())
 
 
 def mixed(usual: StepTime, other: StepTime, share: float) -> StepTime:
-    """The mean of steps of which a share is of another kind; the timeline is the usual one's."""
+    """Return the mean of two kinds of steps, of which ``other`` has a given share, with ``usual``'s timeline."""
     parts = ("compute", "communication", "idle", "hidden", "stages")
     means = {name: (1 - share) * getattr(usual, name) + share * getattr(other, name) for name in parts}
     return replace(usual, **means)
 
 
 def operator_seconds(operator: Operator, profile: DeviceProfile) -> float:
-    """Seconds of one operator on the device."""
+    """Return the seconds of one operator on the device."""
     dtype = str(operator.dtype).removeprefix("torch.")
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest" and "tf32" in profile.flops:
         dtype = "tf32"
     if (rate := rate_of(operator, profile.rates)) is not None:
         if not operator.flops:
             return profile.operator_s + operator.moved / rate
-        # Rates by size are those of fp32.
+        # Rates by size were measured in fp32.
         return profile.operator_s + operator.flops / rate * profile.flops_of("float32") / profile.flops_of(dtype)
     moving = profile.operator_s + operator.moved / (profile.bytes_per_s * profile.memory_efficiency)
     if not operator.flops:
@@ -311,12 +311,12 @@ def operator_seconds(operator: Operator, profile: DeviceProfile) -> float:
 
 
 def link_of(ranks: Sequence[int], profile: DeviceProfile, *, ranks_per_node: int) -> Link:
-    """The slower of the links that a group needs."""
+    """Return the slowest link that a group uses."""
     return profile.inside if len({rank // ranks_per_node for rank in ranks}) == 1 else profile.between
 
 
 def message_seconds(message: Message, profile: DeviceProfile, *, ranks_per_node: int, rank: int | None = None) -> float:
-    """Seconds of one message from its start to its end: a ring's bandwidth, a tree's latency.
+    """Return the seconds of one message, with a ring's bandwidth and a tree's latency.
 
     An all-reduce of s bytes over n ranks sends 2 s (n - 1) / n, an all-gather, reduce-scatter or all-to-all half of
     that, each after log2 n (an all-reduce twice as many) hops of latency.
@@ -339,7 +339,7 @@ def message_seconds(message: Message, profile: DeviceProfile, *, ranks_per_node:
 
 
 def sent_bytes(message: Message) -> float:
-    """Bytes that this rank sends."""
+    """Return the bytes that this rank sends."""
     size = len(message.ranks)
     if message.peer >= 0:
         return float(message.size) if message.name == "send" else 0.0

@@ -1,9 +1,8 @@
-"""How many elements operators return whose results are as long as values have it, where there are no values.
+"""Estimated result sizes of operators whose output shape depends on values, for tensors without values.
 
-Routers are the reason: how many tokens an expert is given is how often its number was chosen. So it is kept, of what
-comes of choosing (``topk``, ``argmax``), among how many was chosen, and of masks made of that which share of them is
-set, every choice taken to be as frequent as every other. Of another mask all elements are taken to be set, which is the
-most that may be.
+Needed for routers: an expert's number of tokens is the number of times its index was chosen. For results of a choice
+(``topk``, ``argmax``) the number of alternatives is tracked, and for masks derived from them the fraction of elements
+that is set, assuming uniform choices. For any other mask all elements are assumed to be set, an upper bound.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _aten = torch.ops.aten
 _CHOOSING = (_aten.topk.default, _aten.sort.default, _aten.sort.stable)
 _CHOOSING_ONE = (_aten.argmax.default, _aten.argmin.default, _aten.argsort.default, _aten.argsort.stable)
 _MAXIMUM = (_aten.max.dim, _aten.min.dim)
-#: What leaves zeros zeros and others others.
+#: Operators that keep zeros zero and non-zeros non-zero.
 _KEEPING = (
     *(to_copy, _aten.clone.default, _aten.gt.Scalar, _aten.ne.Scalar, _aten.index.Tensor, _aten.mul.Scalar),
     *(_aten.index_select.default, _aten.abs.default, _aten.repeat.default, _aten.cat.default),
@@ -31,25 +30,25 @@ _UNIQUE = (unique_values, _aten.unique_consecutive.default)
 
 
 class ValueCounts:
-    """What is known of values that are not.
+    """Tracked properties of tensors without values.
 
     Args:
-        make: Makes a tensor of a shape and dtype without values.
+        make: Function that creates a tensor of a shape and dtype without values.
     """
 
     def __init__(self, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> None:
         self._make = make
-        #: By storage: among how many was chosen, and which share of elements is not zero.
+        #: By storage: number of alternatives of a choice, and fraction of non-zero elements.
         self._choices: dict[int, int] = {}
         self._shares: dict[int, float] = {}
 
     def forget(self, key: int) -> None:
-        """A storage is gone."""
+        """Drop a freed storage."""
         self._choices.pop(key, None)
         self._shares.pop(key, None)
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Keep what follows for the results of an operator that has not run."""
+        """Track the properties of an operator's results, without running it."""
         first = args[0] if args else None
         if isinstance(first, (list, tuple)) and func is _aten.cat.default:
             first = first[0]
@@ -78,7 +77,7 @@ class ValueCounts:
                 self._shares[new] = self._shares[key]
 
     def counted(self, func: Any, args: Any) -> Any:
-        """The result of an operator whose result is as long as values have it; None of any other operator."""
+        """Return a result of the estimated shape for operators with value-dependent shapes; None for any other."""
         if func is _aten.nonzero.default:
             return self._make((self._count(args[0]), args[0].dim()), torch.int64)
         if func is _aten.masked_select.default:
@@ -98,11 +97,11 @@ class ValueCounts:
         return None
 
     def positions(self, args: Any, is_unknown: Callable[[Tensor], bool]) -> Any:
-        """Arguments of an indexing operator with the places that masks name in place of these.
+        """Return an indexing operator's arguments with masks replaced by index tensors of the estimated length.
 
         Args:
-            args: Of the operator.
-            is_unknown: Whether a mask has no values.
+            args: Arguments of the operator.
+            is_unknown: Function that returns whether a mask has no values.
         """
         found: list[Any] = []
         for each in args[1]:

@@ -1,1 +1,1 @@
-"""Strategies: Lightning's adapter and its presets."""
+"""Lightning strategies: the base adapter and one strategy per kind of parallelism."""

@@ -13,21 +13,21 @@ from lightning_pardist.strategies.strategy import PardistStrategy
 class ContextParallelStrategy(PardistStrategy):
     """Context parallel: splits the sequence of each batch over ranks that hold the same parameters.
 
-    A rank has the activations of its part of every sequence. Layers that work token by token run as they are;
-    attention exchanges heads for tokens and back (DeepSpeed-Ulysses, arXiv 2309.14509) where the number of heads
-    divides, and puts keys and values together for each rank's rows where not. Masks keep their global meaning, whatever
-    they are. User code keeps its global shapes; an operator that cannot run on parts runs on whole tensors, and is
-    named in the log behind the first step, with what was split and what a forward sends. Losses and gradients are one
-    process's.
+    Each rank holds the activations of its part of every sequence. Token-wise layers run unchanged. Attention uses an
+    all-to-all between the head and the sequence dim (DeepSpeed-Ulysses, arXiv 2309.14509) if the number of heads is
+    divisible, and otherwise gathers keys and values for the local query rows. Attention masks of any form keep their
+    global meaning. User code sees global shapes; an operator that cannot run on shards runs on full tensors. These
+    operators, the tensors that were split and the communication of a forward are logged after the first step. Losses
+    and gradients equal those of a single process.
 
     Args:
-        context_parallel_size: Ranks that share the sequences of one batch; ``"auto"`` for all of them. The other ranks
-            make up the data axis.
-        sequence_dim: The sequence's dim in token ids, and in the inputs ``[samples, ..., features]`` of layers. By
-            default the longest, which decides about cost alone: results are the same whatever dim is split.
-        data_parallel: What the data axis does: ``"ddp"`` replicates; ``"zero1"``, ``"zero2"`` and ``"zero3"`` shard,
+        context_parallel_size: Number of ranks that split the sequences of one batch; ``"auto"`` for all ranks. The
+            remaining ranks form the data axis.
+        sequence_dim: Sequence dim of token ids and of layer inputs ``[samples, ..., features]``. By default the
+            longest dim. The choice affects cost only: results are the same whatever dim is split.
+        data_parallel: Kind of data parallelism: ``"ddp"`` replicates; ``"zero1"``, ``"zero2"`` and ``"zero3"`` shard,
             over the context ranks as well.
-        data_settings: Settings of the data axis' own strategy, ``{"bucket_size_mb": 50}`` say.
+        data_settings: Settings of the data-parallel strategy, for example ``{"bucket_size_mb": 50}``.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:

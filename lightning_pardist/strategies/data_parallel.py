@@ -1,4 +1,4 @@
-"""Data-parallel strategy of one process (DataParallel)."""
+"""Single-process, multi-device data-parallel strategy (DataParallel)."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from lightning_pardist.strategies.strategy import PardistStrategy
 
 
 class DataParallelStrategy(PardistStrategy):
-    """Data parallel in one process: a replica of the module a device, each in a thread, with its part of each batch.
+    """Data parallel in one process: one module replica per device, each in its own thread with a part of each batch.
 
-    What torch's ``DataParallel`` is, for a whole training step: the batch is cut, ``training_step`` runs on every
-    replica, and losses, logged values, metrics and what the step returns are put together to those of the batch, each
-    mean weighed by what it counts. The numbers are those of one process. Buffers stay those of the first replica.
-    Validation, test and predict run whole batches on the first device.
+    Applies the scheme of torch's ``DataParallel`` to a whole training step: the batch is split, ``training_step`` runs
+    on every replica, and losses, logged values, metrics and step outputs are combined to those of the batch, each mean
+    weighted by its count. Results equal those of a single device. Buffers are those of the first replica. Validation,
+    test and predict run whole batches on the first device.
 
-    It needs no launcher and no second process, and it is slower than :class:`~lightning_pardist.DDPStrategy`: threads
+    It needs no launcher and no second process, but is slower than :class:`~lightning_pardist.DDPStrategy`: threads
     share one interpreter, every step replicates the module, and the optimizer runs on one device.
 
     Args:
-        batch_dim: Dim of the samples in a batch's tensors, or by name where tensors differ, with None for a tensor that
-            goes whole to every replica; as in :class:`~lightning_pardist.PipelineStrategy`.
-        split_batch: For batches that no dim cuts: a function of a batch and a number that returns at most so many
-            parts.
+        batch_dim: Sample dim of a batch's tensors, or a mapping from names to dims if tensors differ, with None for a
+            tensor that every replica gets whole; as in :class:`~lightning_pardist.PipelineStrategy`.
+        split_batch: For batches that cannot be split along a dim: a function of a batch and a number that returns at
+            most that many parts.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; in a Trainer of several nodes or under a launcher that has started
+        ValueError: If a setting is out of range; in a Trainer with several nodes or under a launcher that started
             several processes; during a run, if the module cannot be replicated.
-        CannotPipelineError: During a run, if the parts of a batch do not go together.
+        CannotPipelineError: During a run, if the results of a batch's parts cannot be combined.
     """
 
     def __init__(self, *, batch_dim: BatchDim = 0, split_batch: SplitFunction | None = None, **kwargs: Any) -> None:
         self._replicas = ReplicaAxis(batch_dim=batch_dim, split_batch=split_batch)
-        # Also in a notebook: one process needs no other.
+        # "popen" also in a notebook: the strategy starts no further process.
         super().__init__(axes=[self._replicas, DDPAxis()], **{"start_method": "popen", **kwargs})
 
     @property
     @override
     def num_processes(self) -> int:
-        """Ranks on this node: the one process that runs all devices."""
+        """Number of ranks on this node: 1, since one process runs all devices."""
         return 1
 
     @override

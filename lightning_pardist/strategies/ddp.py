@@ -11,17 +11,18 @@ from lightning_pardist.strategies.strategy import PardistStrategy
 
 
 class DDPStrategy(PardistStrategy):
-    """Data parallel: whole model on every rank, gradients averaged in buckets overlapped with backward.
+    """Data parallel: full model on every rank, gradients all-reduced in buckets that overlap with backward.
 
-    The results are those of Lightning's ``ddp`` and of one process with the same global batch. Parameters that take no
-    part in a step, or a different part on each rank, need no flag. Sends ``2 Psi (N-1)/N`` per rank and step and holds
+    Results equal those of Lightning's ``ddp`` and of a single process with the same global batch. Parameters that are
+    unused in a step, on all ranks or on some, need no flag. Sends ``2 Psi (N-1)/N`` per rank and step and holds
     ``4 Psi`` (fp32 Adam; Psi parameters, N ranks).
 
     Args:
-        bucket_size_mb: Gradients are sent in buckets of this many MiB. Larger ones use the wire better, smaller ones
-            are on their way earlier.
-        gradient_compression: ``"bf16"`` or ``"fp16"`` send halves of fp32 gradients, ``"powersgd"`` or a
-            :class:`~lightning_pardist.PowerSGD` low-rank factors. All of them change the numbers; None does not.
+        bucket_size_mb: Size of gradient buckets in MiB. Larger buckets use the bandwidth better, smaller ones are sent
+            earlier.
+        gradient_compression: ``"bf16"`` or ``"fp16"`` cast fp32 gradients to half precision for communication,
+            ``"powersgd"`` or a :class:`~lightning_pardist.PowerSGD` send low-rank factors. All of them change results;
+            None does not.
         overlap: Whether gradients are sent while backward runs.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 

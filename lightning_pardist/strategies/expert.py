@@ -12,31 +12,33 @@ from lightning_pardist.strategies.strategy import PardistStrategy
 
 
 class ExpertParallelStrategy(PardistStrategy):
-    """Expert parallel: each rank has some of the experts of every layer, and samples of its own.
+    """Expert parallel: each rank holds some of the experts of every layer and trains on its own samples.
 
-    Experts are found in a trial of the user's step: a list of equal modules, or parameters stacked along an expert dim,
-    near which a router chooses among as many. Tokens travel by all-to-all to the ranks that have their experts, and
-    results back, as many as the router sends (none is dropped that the module keeps). A layer for which that would not
-    give what the module computes, which is tried, gathers its experts' weights instead. Gradients of experts are
-    averaged over the ranks that share them, all others as under data parallelism.
+    Experts are detected in a trial run of the user's step: a list of equal modules, or parameters stacked along an
+    expert dim, next to a router that chooses among the same number. An all-to-all dispatches tokens to the ranks that
+    hold their experts, and another returns the results; every token that the module routes is dispatched, and none is
+    dropped that the module keeps. A trial checks that this gives the module's own result; a layer that fails it gathers
+    its experts' weights instead. Expert gradients are averaged over the ranks that hold the same experts, all others as
+    under data parallelism.
 
     Args:
-        expert_parallel_size: Ranks that hold the experts of a layer together, which divides their number; ``"auto"``
-            for all of them.
-        experts: Names of the lists, or of the modules that own stacked parameters, that are taken for experts, with
-            ``*`` for any part; found by the router near them if None.
-        expert_dispatch: What travels: ``"tokens"``, ``"weights"``, or ``"auto"``: tokens where a trial shows that it
-            gives the same.
-        log_expert_load: Whether the module logs in each training step, for each layer whose tokens travel, how many
-            tokens of all ranks its most loaded expert has had, over the mean of its experts:
-            ``"expert_load/<name>"``. It costs one exchange of a number for each expert.
-        data_parallel: What the data axis does: ``"ddp"`` replicates; ``"zero1"``, ``"zero2"`` and ``"zero3"`` shard
-            over all ranks, and what is of experts over the ranks that share them.
-        data_settings: Settings of the data axis' own strategy, ``{"bucket_size_mb": 50}`` say.
+        expert_parallel_size: Number of ranks that the experts of a layer are distributed over; it divides the number
+            of experts. ``"auto"`` for all ranks.
+        experts: Names of the expert lists, or of the modules that own stacked expert parameters, with ``*`` for any
+            part of a name. Detected by the router next to them if None.
+        expert_dispatch: What is communicated: ``"tokens"``, ``"weights"``, or ``"auto"``: tokens if a trial shows that
+            the result is the same, weights otherwise.
+        log_expert_load: Whether each training step logs ``"expert_load/<name>"`` for each layer that dispatches
+            tokens: the token count of its most loaded expert over all ranks, divided by the mean over its experts.
+            Costs one exchange of a number per expert.
+        data_parallel: Kind of data parallelism: ``"ddp"`` replicates; ``"zero1"``, ``"zero2"`` and ``"zero3"`` shard
+            over all ranks, and expert state over the ranks that hold the same experts.
+        data_settings: Settings of the data-parallel strategy, for example ``{"bucket_size_mb": 50}``.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during a run, if no experts are found, or they do not divide.
+        ValueError: If a setting is out of range; during a run, if no experts are found, or their number is not
+            divisible.
     """
 
     def __init__(

@@ -22,33 +22,33 @@ Size = int | Literal["auto", "machine"]
 class HybridStrategy(PardistStrategy):
     """Hybrid (3D): any product of pipeline, tensor, context and data parallelism, with experts.
 
-    The single-axis strategies are this one with the other degrees at 1. Axes, outermost first: pipeline, data, tensor,
-    so that tensor groups, which talk most, are neighbours inside a node.
+    Equivalent to a single-axis strategy if all other degrees are 1. Axes, outermost first: pipeline, data, tensor.
+    Tensor groups communicate most and therefore consist of neighbouring ranks inside a node.
 
     Args:
-        pipeline_parallel_size: Ranks that the layers are distributed over; ``"auto"`` for what the other degrees leave,
-            ``"machine"`` to choose by nodes and devices (see
+        pipeline_parallel_size: Number of ranks that the layers are distributed over; ``"auto"`` for the ranks that the
+            other degrees leave, ``"machine"`` to choose by nodes and devices (see
             :func:`~lightning_pardist.mesh.degrees_of_machine`).
-        tensor_parallel_size: Ranks that each layer is split over, or one of the same words.
-        context_parallel_size: Ranks that the sequence of each batch is split over, or ``"auto"``.
-        expert_parallel_size: Ranks that hold the experts of each layer together, or ``"auto"``: context ranks, which it
-            is a multiple of, and data ranks.
-        data_parallel: What the remaining ranks do, which see different samples: ``"ddp"`` replicates, ``"zero1"``,
-            ``"zero2"`` and ``"zero3"`` shard.
-        data_shard_size: With ``"zero3"``, ranks over which parameters are sharded; their shards are replicated over the
-            rest of the data axis. All of it if None.
+        tensor_parallel_size: Number of ranks that each layer is split over, ``"auto"`` or ``"machine"``.
+        context_parallel_size: Number of ranks that the sequence of each batch is split over, or ``"auto"``.
+        expert_parallel_size: Number of ranks that the experts of each layer are distributed over, or ``"auto"``. They
+            are context ranks, whose number divides it, and data ranks.
+        data_parallel: Kind of data parallelism over the remaining ranks, which get different samples: ``"ddp"``
+            replicates, ``"zero1"``, ``"zero2"`` and ``"zero3"`` shard.
+        data_shard_size: With ``"zero3"``, number of ranks that parameters are sharded over; the shards are replicated
+            over the rest of the data axis. None for the whole data axis.
         tensor_settings: Further settings of :class:`~lightning_pardist.TensorParallelStrategy`, such as ``plan``.
         context_settings: Further settings of :class:`~lightning_pardist.ContextParallelStrategy`: ``sequence_dim``.
         expert_settings: Further settings of :class:`~lightning_pardist.ExpertParallelStrategy`: ``experts``,
             ``expert_dispatch`` and ``log_expert_load``.
         pipeline_settings: Further settings of :class:`~lightning_pardist.PipelineStrategy`, such as ``schedule``.
-        data_settings: Settings of the data axis' own strategy, such as ``bucket_size_mb``.
-        outer_parallel_size: Islands of ranks that each train by themselves with all of the above, and average their
-            parameters every ``sync_every`` steps: a number, or ``"node"`` for one a host; see
-            :class:`~lightning_pardist.LocalSGDStrategy`.
-        sync_every: Optimizer steps between two averages; ``"epoch"`` for the end of each epoch. 32 if None.
+        data_settings: Settings of the data-parallel strategy, such as ``bucket_size_mb``.
+        outer_parallel_size: Number of islands (groups of ranks), each of which trains independently with the settings
+            above and averages its parameters with the others every ``sync_every`` steps: a number, or ``"node"`` for
+            one per host; see :class:`~lightning_pardist.LocalSGDStrategy`.
+        sync_every: Optimizer steps between two averages; ``"epoch"`` averages at the end of each epoch. 32 if None.
         outer_settings: Further settings of :class:`~lightning_pardist.LocalSGDStrategy`, such as ``outer_momentum``.
-        outer: An axis around all others, in the place of one made from these settings.
+        outer: Outermost axis to use in place of one that is created from the outer settings.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
@@ -124,10 +124,10 @@ class HybridStrategy(PardistStrategy):
 def _outer_axis(
     size: OuterSize, sync_every: SyncEvery | None, settings: Mapping[str, Any] | None
 ) -> LocalSGDAxis | None:
-    """The axis of islands; None if there are none.
+    """Return the local-SGD axis for a number of islands; None for one island.
 
     Raises:
-        ValueError: If there are settings for islands and none of them, or a setting that islands do not have.
+        ValueError: If there are settings for islands but only one island, or a setting is unknown.
     """
     if size == 1:
         if settings or sync_every is not None:

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: islands of ranks that meet every few steps, over any strategy inside."""
+"""Local SGD and DiLoCo: islands of ranks that average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -11,46 +11,48 @@ from lightning_pardist.strategies.hybrid import HybridStrategy
 
 
 class LocalSGDStrategy(HybridStrategy):
-    """Each island trains by itself and averages its parameters with the others' every ``sync_every`` steps.
+    """Local SGD and DiLoCo: each island trains independently and parameters are averaged every ``sync_every`` steps.
 
-    Between two averages gradients travel inside an island only. Every ``sync_every`` steps a rank sends
-    ``2 Psi (K-1)/K`` for the ``Psi`` parameters that it holds, on ``K`` islands (local SGD, arXiv 1805.09767). The
-    numbers are those of one process that trains the ``K`` models one after the other on their shares of each batch and
-    averages them; with ``sync_every=1`` and SGD they are those of ``pardist_ddp``.
+    Between two synchronisations gradients are communicated inside an island only. Every ``sync_every`` steps a rank
+    sends ``2 Psi (K-1)/K`` for the ``Psi`` parameters that it holds, with ``K`` islands (local SGD, arXiv 1805.09767).
+    Results equal those of one process that trains the ``K`` models one after the other on their shares of each batch
+    and averages them; with ``sync_every=1`` and SGD they equal those of ``pardist_ddp``.
 
     With an outer learning rate or momentum this is DiLoCo (arXiv 2311.08105): the difference between the parameters of
-    the last meeting and the islands' mean is the gradient of a step of SGD with Nesterov momentum. It keeps two fp32
-    values more for each parameter that a rank holds.
+    the last synchronisation and the mean over islands is the gradient of an outer SGD step with Nesterov momentum. It
+    keeps two more fp32 values for each parameter that a rank holds.
 
-    Validation, checkpoints and the end of training are meetings as well. A checkpoint keeps the optimizers of every
-    island and the outer momentum; on another number of islands all go on with the first one's optimizers.
+    Islands synchronise before validation, checkpoints and the end of training as well. A checkpoint keeps the optimizer
+    states of every island and the outer momentum; on a different number of islands all islands load the optimizer
+    states of the first one.
 
     Args:
-        outer_parallel_size: Number of islands: ``"node"`` for one a host, ``"auto"`` for the same on several hosts and
-            for all ranks that the other degrees leave on one.
-        sync_every: Optimizer steps between two averages; ``"epoch"`` for the end of each epoch.
-        start_local_step: Optimizer steps from the start of training in which gradients are averaged over all islands,
-            as under ``pardist_ddp`` (post-local SGD, arXiv 1808.07217).
-        outer_lr: Step size of the outer optimizer; 1 takes the mean as it is.
-        outer_momentum: Its Nesterov momentum.
-        sync_before_validation: Whether islands meet before validation and test; otherwise each evaluates its own
+        outer_parallel_size: Number of islands: ``"node"`` for one per host; ``"auto"`` for one per host on several
+            hosts, and on a single host for the number of ranks that the other degrees leave.
+        sync_every: Optimizer steps between two averages; ``"epoch"`` averages at the end of each epoch.
+        start_local_step: Number of initial optimizer steps in which gradients are averaged over all islands, as under
+            ``pardist_ddp`` (post-local SGD, arXiv 1808.07217).
+        outer_lr: Learning rate of the outer optimizer; 1 uses the mean unchanged.
+        outer_momentum: Nesterov momentum of the outer optimizer.
+        sync_before_validation: Whether islands synchronise before validation and test; otherwise each evaluates its own
             weights, and logged values are means over islands.
-        outer_compression: How differences travel: ``"bf16"``, ``"int8"`` or ``"int4"``, with what rounding leaves
-            behind added to the next ones; in full if None.
-        fragments: Parts of the model that meet in turns, evenly spread over ``sync_every`` steps (Streaming DiLoCo,
-            arXiv 2501.18512).
-        fragment_sync_delay: Steps that an island goes on before it takes in what a meeting has come to, so that it is
-            on its way meanwhile.
-        fragment_mixing: Share of its own weights that an island keeps then.
-        outer_server: ``"HOST:PORT"`` of a ``pardist outer-server`` where islands meet that are jobs of their own, and
-            that may come, die and come back: all ranks of this job are one island, and ``outer_parallel_size`` is the
-            number of shares that the data is divided into. Validation and checkpoints are of its own weights, then.
-        island: Which of them this job is, from 0; by default the variable ``PARDIST_ISLAND``.
-        **kwargs: What each island does, and everything else: see :class:`~lightning_pardist.HybridStrategy`.
+        outer_compression: Compression of the parameter differences: ``"bf16"``, ``"int8"`` or ``"int4"``, with the
+            rounding error added to the next differences; None for no compression.
+        fragments: Number of parts of the model that synchronise in turn, evenly spread over ``sync_every`` steps
+            (Streaming DiLoCo, arXiv 2501.18512).
+        fragment_sync_delay: Steps between the start of a fragment's synchronisation and the use of its result; the
+            communication overlaps with these steps.
+        fragment_mixing: Fraction of its own weights that an island keeps when it applies the result.
+        outer_server: ``"HOST:PORT"`` of a ``pardist outer-server`` through which islands that are separate jobs
+            synchronise; such jobs may start, fail and restart at any time. All ranks of this job form one island, and
+            ``outer_parallel_size`` is the number of shares that the data is divided into. Validation and checkpoints
+            then use the island's own weights.
+        island: Index of this job's island, from 0; by default the variable ``PARDIST_ISLAND``.
+        **kwargs: Settings inside each island, and all others: see :class:`~lightning_pardist.HybridStrategy`.
 
     Raises:
         ValueError: If a setting is out of range, or the degrees do not fit each other or the number of ranks; during a
-            run, if a callback keeps averages of its own.
+            run, if a callback keeps weight averages of its own.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Parameter servers: ranks that hold shares of the parameters, and workers that send them gradients."""
+"""Parameter-server strategy: workers send gradients to server ranks, which hold and update the parameters."""
 
 from __future__ import annotations
 
@@ -18,45 +18,47 @@ from lightning_pardist.strategies.strategy import PardistStrategy
 
 
 class ParameterServerStrategy(PardistStrategy):
-    """Every rank works with its samples and serves a share of the parameters, optimizer state included.
+    """Parameter server: each rank trains on its samples and serves a share of the parameters and optimizer state.
 
     Synchronous (``max_staleness=0``): gradients of all workers are averaged on the rank that serves the parameters,
-    which updates them and sends them to all. Where every rank serves that is ZeRO-2, by whose engine it runs: the
-    numbers of ``pardist_ddp``, ``2 Psi (N-1)/N`` sent per rank and step for ``Psi`` parameters on ``N`` ranks, and
+    which updates them and sends them to all. If every rank serves, this is ZeRO-2 and uses its engine: results equal
+    those of ``pardist_ddp``, with ``2 Psi (N-1)/N`` sent per rank and step for ``Psi`` parameters on ``N`` ranks, and
     ``Psi + 3 Psi/N`` held (fp32 Adam).
 
-    Asynchronous: each worker's gradients are an update of their own (Li et al., OSDI 2014), and a worker waits for
-    others only where it would be more than ``max_staleness`` updates ahead of the slowest (stale synchronous parallel,
-    Ho et al., NIPS 2013); with None never (as Hogwild does, Recht et al., NIPS 2011, though updates are whole). The
-    numbers are not those of one process with the same global batch: see ``update_log``. A worker sends ``Psi (N-1)/N``
-    and gets as much in each step.
+    Asynchronous: each worker's gradients are applied as a separate update (Li et al., OSDI 2014), and a worker waits
+    only if it would be more than ``max_staleness`` updates ahead of the slowest (stale synchronous parallel, Ho et al.,
+    NIPS 2013); with None it never waits (as in Hogwild, Recht et al., NIPS 2011, but updates are atomic). Results
+    differ from those of a single process with the same global batch: see ``update_log``. A worker sends and receives
+    ``Psi (N-1)/N`` each per step.
 
-    With ``dedicated_servers`` ranks beside the workers hold values and optimizer state. In the synchronous form workers
-    average their gradients in buckets, while backward runs, and servers get the averages: the numbers of
-    ``pardist_ddp``, and ``2 Psi (N-1)/N + Psi/N`` sent per worker and step for ``N`` workers.
+    With ``dedicated_servers``, ranks other than the workers hold parameters and optimizer state. In synchronous mode
+    workers average their gradients in buckets while backward runs and send the averages to the servers: results equal
+    those of ``pardist_ddp``, with ``2 Psi (N-1)/N + Psi/N`` sent per worker and step for ``N`` workers.
 
-    Validation, checkpoints and the end of training are meetings: what is evaluated and saved is the servers'
-    parameters, with every worker's updates.
+    All ranks synchronise before validation, checkpoints and the end of training: the parameters that are evaluated and
+    saved are those of the servers, with every worker's updates.
 
     Args:
-        max_staleness: Updates that a worker may be ahead of the slowest; 0 for the synchronous form, None for any
-            number.
-        num_servers: The first so many ranks serve whole parameters, spread evenly by size; all ranks if None.
-        dedicated_servers: The last so many ranks of the job only serve. They take no data, and their ``fit`` returns
-            when the others have trained, with the same weights.
-        update_log: Folder in which servers write down the order of updates, each run in a folder of its own, from which
+        max_staleness: Number of updates that a worker may be ahead of the slowest; 0 for synchronous training, None for
+            no limit.
+        num_servers: Number of ranks, from the first, that serve parameters, which are distributed whole and evenly by
+            size; all ranks if None.
+        dedicated_servers: Number of ranks, from the last, that only serve. They load no data, and their ``fit`` returns
+            when the workers have finished, with the same weights.
+        update_log: Folder in which servers log the order of updates, one subfolder per run, from which
             :func:`~lightning_pardist.engines.servers.replay.replay` repeats the run in one process.
-        lost_workers: What the end of a worker means, other than the first, by a signal or the loss of its host, or
-            that the others wait for it for longer than ``timeout_s``. ``"end"`` ends the job. ``"report"`` lets the
-            others go on without it, and says which batches are not trained on; ``"share"`` gives these to the others,
-            at the end of the epoch, and divides later epochs over them. Both need ``dedicated_servers``, asynchronous
-            updates and one host whose ranks the script starts, and make each worker a world of its own; ``"share"``
-            needs a loader whose batches every worker can tell, by a ``DistributedSampler``.
-        bucket_size_mb: In the synchronous form, gradients and parameters travel in buckets of this many MiB.
+        lost_workers: What to do if a worker other than the first is ended by a signal or the loss of its host, or if
+            the others wait for it for longer than ``timeout_s``. ``"end"`` ends the job. ``"report"`` continues without
+            it and reports the batches that are not trained on; ``"share"`` distributes these batches over the
+            remaining workers at the end of the epoch, and later epochs as well. Both need ``dedicated_servers``,
+            asynchronous updates and a single host whose ranks the script starts, and give each worker a separate
+            world; ``"share"`` needs a loader with a ``DistributedSampler``, from which every worker can derive the
+            others' batches.
+        bucket_size_mb: In synchronous mode, size of gradient and parameter buckets in MiB.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range, or of the other form.
+        ValueError: If a setting is out of range, or does not apply to the chosen mode.
     """
 
     def __init__(
@@ -116,10 +118,10 @@ class ParameterServerStrategy(PardistStrategy):
         super()._configure_launcher()
 
     def _refuse_launchers(self) -> None:
-        """Refuse ranks that are not all processes of the first one's, which alone is sure to leave the others running.
+        """Check that the first rank starts all others: an external launcher may end all ranks if one of them fails.
 
         Raises:
-            ValueError: If there are such.
+            ValueError: If there are several nodes, an external launcher or another start method than ``"popen"``.
         """
         environment, found = self.cluster_environment, None
         if self.num_nodes > 1:

@@ -90,85 +90,88 @@ from lightning_pardist.trainer.uneven_inputs import UnevenInputs
 
 T = TypeVar("T")
 A = TypeVar("A", bound=ParallelAxis)
-#: Lightning's barrier behind prepare_data.
+#: Name of Lightning's barrier after prepare_data.
 _DATA_IS_THERE = "pre_setup"
 
 
 class PardistStrategy(ParallelStrategy):
-    """Base of all strategies: ranks, groups, samplers, metrics, gradients at the right time, an end for every run.
+    """Base class of all strategies: implements Lightning's strategy interface on top of a tuple of parallel axes.
 
     A run goes ``Trainer(...)`` -> :meth:`_configure_launcher` (settings are checked, nothing has started) -> the
     launcher starts ranks -> :meth:`setup_environment` (process group, mesh, watchdog) -> :meth:`setup` (the module is
     transformed, then optimizers, then the data axis' engine) -> the Trainer's loops -> :meth:`teardown`.
 
-    What is split, and how, is the business of the strategy's axes, one for each kind of parallelism; a subclass makes
-    them from settings. Axes and helpers share a :class:`~lightning_pardist.axes.base.RunContext` and know neither the
-    strategy nor each other. Whatever else has a job of its own is an object, too:
+    The strategy's axes, one per kind of parallelism, define what is split and how; a subclass creates them from its
+    settings. Axes and helpers share a :class:`~lightning_pardist.axes.base.RunContext` and reference neither the
+    strategy nor each other. Further responsibilities are separate objects:
 
-    - ``distributed``: this rank among the others, by process group, meshes and watchdog;
-    - ``data_duties``: what ranks with different samples share besides gradients, for which there is ``data_engine``;
-    - ``states`` and ``checkpoints``: state dicts as they are saved, and when and by whom they are written and read;
-    - ``loader_state``: where in its data a run goes on.
+    - ``distributed``: process group, device meshes and watchdog of this rank;
+    - ``data_duties``: data-parallel duties besides gradients, which ``data_engine`` handles;
+    - ``states`` and ``checkpoints``: state dicts as they are saved, and when and on which ranks they are written and
+      read;
+    - ``loader_state``: the position in the training data at which a run resumes.
 
     Args:
-        axes: Kinds of parallelism, a :class:`~lightning_pardist.axes.base.DataParallelAxis` among them.
+        axes: The parallel axes; one of them is a :class:`~lightning_pardist.axes.base.DataParallelAxis`.
         accelerator: Set by the Trainer.
-        parallel_devices: Set by the Trainer: the devices of this node.
-        cluster_environment: Who started the ranks. Found by the Trainer if None.
-        checkpoint_io: How checkpoint files are written. By default complete or not at all, and checked when read.
+        parallel_devices: Devices of this node. Set by the Trainer.
+        cluster_environment: Environment of the launcher that started the ranks. Detected by the Trainer if None.
+        checkpoint_io: Plugin that writes checkpoint files. The default writes atomically and verifies files when it
+            reads them.
         precision_plugin: Set by the Trainer from ``precision=``.
-        process_group_backend: ``"gloo"``, ``"nccl"`` or a per-device string as torch takes it. By default gloo on CPU,
-            and on CUDA NCCL for tensors there with gloo for those in host memory.
-        timeout_s: Seconds after which a collective that a rank does not join ends the job.
-        heartbeat_timeout_s: Seconds of silence after which a rank is given up as dead or cut off. By default so many
-            that every other rank has ended 60 seconds after the loss.
-        start_method: How ranks are started where nobody else does: ``"popen"`` runs the script once per rank,
+        process_group_backend: ``"gloo"``, ``"nccl"`` or a per-device string in torch's format. By default gloo on CPU;
+            on CUDA, NCCL for device tensors and gloo for host tensors.
+        timeout_s: Timeout of a collective, in seconds. If a rank does not join in time, the job ends.
+        heartbeat_timeout_s: Seconds without a heartbeat after which a rank is considered dead or unreachable. With the
+            default all other ranks have ended 60 seconds after the failure.
+        start_method: How ranks are started if no external launcher does: ``"popen"`` runs the script once per rank,
             ``"spawn"`` and ``"fork"`` start workers from this process. By default fork in an interactive session,
             popen elsewhere.
-        sync_metrics: Whether values logged for an epoch are combined over the ranks that saw different samples, also
+        sync_metrics: Whether values logged for an epoch are reduced over the ranks that have different samples, also
             without ``sync_dist=True``.
-        broadcast_buffers: Whether buffers follow the first rank's.
-        keep_freed_memory: Whether, on CPU, the allocator keeps what a step frees for the next one: steps
+        broadcast_buffers: Whether buffers are kept equal to those of the first rank.
+        keep_freed_memory: Whether, on CPU, the allocator keeps the memory that a step frees for the next step: steps
             are faster, and memory stays resident at the step's peak.
-        checkpoint: ``"full"`` saves Lightning's single file, for programs without this package; ``"sharded"`` a
-            folder that all ranks write in parallel. Every strategy loads both, of any strategy and number of ranks.
-        async_save: Whether training goes on while a checkpoint is written.
-        activation_checkpointing: Names of classes of modules that keep their inputs only, and run their forward again
-            in backward; ``"auto"`` for the model's repeated blocks. Results do not change, dropout and batch norm
+        checkpoint: Format of checkpoints: ``"full"`` saves Lightning's single file, which loads without this package;
+            ``"sharded"`` a folder that all ranks write in parallel. Every strategy loads both, from any strategy and
+            number of ranks.
+        async_save: Whether training continues while a checkpoint is written.
+        activation_checkpointing: Class names of modules that keep only their inputs and recompute their forward in
+            backward; ``"auto"`` for the model's repeated blocks. Results do not change, dropout and batch norm
             included.
         compile: What ``torch.compile`` is applied to in ``fit``: ``"blocks"`` compiles the model's repeated blocks, one
             class at a time, ``"step"`` all of ``training_step``; nothing if ``"auto"`` or None. Names in checkpoints
-            stay as they are. What is compiled again during training is reported by name.
-        compile_backend: By what: a name that ``torch.compile`` knows, or a function of a graph and its inputs.
-        resume: Whether ``fit`` goes on from the newest checkpoint that this job has written: ``"auto"`` where the
-            launcher says that it was started before (a SLURM requeue, a torchrun restart), ``"always"`` also where the
-            same command is started anew with the same ``default_root_dir``, ``"never"`` not. It comes before
-            ``ckpt_path``, which the first start has used.
-        loss_weight: How the losses of ranks and micro-batches make up the batch's. ``"auto"`` reads it off each loss'
-            graph: a mean is weighed by what it was divided by (tokens that are not ignored, weights of classes,
-            samples), each of several by its own count, and a sum adds up; the log says what was found. ``"tokens"``
-            weighs the whole loss by the first count that depends on values of the batch, ``"samples"`` by samples;
-            ``"sum"`` adds losses up; a function takes the batch (or micro-batch) and returns its weight.
-            ``"ranks"`` takes ranks and micro-batches alike, as Lightning's ``ddp`` does ranks.
-        uneven_inputs: What is done where ranks have different numbers of batches (streams, buckets by length).
-            ``"join"`` uses them all: a rank that has run out takes part with its last batch at weight zero, which
-            adds nothing to gradients, logged values and metrics; hooks run for it as well. ``"drop"`` ends the epoch
-            where one of the ranks has no further batch.
-        check_samples: Whether layers that mix the samples of a batch (a capacity of experts over all of its tokens) are
-            looked for where ranks or micro-batches have some of them each: what the first step calls is called again,
-            without gradients, with other samples beside those of which results are compared.
-        update_scope: What an optimizer's update of an element depends on, where ranks hold parts of tensors.
-            ``"auto"`` tries each optimizer on small tensors: ``"elementwise"`` ones step on parts, one that updates
-            ``"per_tensor"`` (Muon, Adafactor) has each tensor updated whole by one rank, one that updates all of them
-            as ``"joint"`` (LBFGS) by every rank.
-        **unknown: Refused, with what takes the place of settings of Lightning's and DeepSpeed's strategies.
+            do not change. Recompilations during training are reported by name.
+        compile_backend: Backend of ``torch.compile``: a registered name, or a function of a graph and its inputs.
+        resume: Whether ``fit`` resumes from the newest checkpoint of this job: ``"auto"`` if the launcher reports a
+            restart (a SLURM requeue, a torchrun restart), ``"always"`` also if the same command is run again with the
+            same ``default_root_dir``, ``"never"`` not at all. It takes precedence over ``ckpt_path``, which the first
+            start has used.
+        loss_weight: How the losses of ranks and micro-batches are weighted in the loss of the batch. ``"auto"`` derives
+            weights from each loss' autograd graph: a mean is weighted by its divisor (tokens that are not ignored,
+            class weights, samples), each of several means by its own count, and sums are added; the result is logged.
+            ``"tokens"`` weights the whole loss by the first count that depends on values of the batch, ``"samples"`` by
+            samples; ``"sum"`` adds losses; a function takes the batch (or micro-batch) and returns its weight.
+            ``"ranks"`` weights all ranks and micro-batches equally, as Lightning's ``ddp`` does for ranks.
+        uneven_inputs: What to do if ranks have different numbers of batches (streams, buckets by length). ``"join"``
+            uses all batches: a rank without further batches repeats its last one at weight zero, which adds nothing to
+            gradients, logged values and metrics; hooks run for it as well. ``"drop"`` ends the epoch as soon as one of
+            the ranks has no further batch.
+        check_samples: Whether to check for layers that mix the samples of a batch (for example an expert capacity over
+            all of its tokens) if samples are split over ranks or micro-batches: calls of the first step are repeated
+            without gradients on different companion samples, and results of the same samples are compared.
+        update_scope: What an optimizer's update of an element depends on if tensors are sharded. ``"auto"`` tests each
+            optimizer on small tensors. ``"elementwise"``: each rank updates its shards. ``"per_tensor"`` (Muon,
+            Adafactor): each full tensor is updated by one rank. ``"joint"`` (LBFGS): all full tensors are updated by
+            every rank.
+        **unknown: Raise an error; for settings of Lightning's and DeepSpeed's strategies it names the replacement.
 
     Raises:
-        ValueError: If a setting is out of range, or of another strategy.
-        TypeError: If there is no such setting.
+        ValueError: If a setting is out of range, or belongs to another strategy.
+        TypeError: If a setting is unknown.
     """
 
-    #: Settings that are dicts, and what takes their values by name.
+    #: Settings that are dicts, with the callable that takes their values as keyword arguments.
     settings_inside: ClassVar[Mapping[str, Callable[..., Any]]] = {}
 
     def __init__(
@@ -233,7 +236,7 @@ class PardistStrategy(ParallelStrategy):
         self._user_parallelized = UserParallelizedAxis()
         for axis in (*self._axes_as_set, self._user_parallelized):
             axis.bind(self.context)
-        #: Settings for the Trainer from a DeepSpeed configuration.
+        #: Trainer settings from a DeepSpeed configuration.
         self.deepspeed: DeepSpeedConfig | None = None
         self.states = StateDicts(self.context)
         self.kept_optimizers = KeptOptimizers(self.context, self.states)
@@ -251,21 +254,21 @@ class PardistStrategy(ParallelStrategy):
         self._loads_after_setup: bool | None = None
         self._attached = PatchStack()
         self._apart: RanksApart | None = None
-        #: Takes back what this run has changed in the module and its loaders, latest first.
+        #: Undoes this run's changes of the module and its loaders, latest first.
         self._changes = ExitStack()
 
     @property
     def dims(self) -> ParallelDims:
-        """Degrees of parallelism, known as soon as the number of ranks is."""
+        """Degrees of parallelism; available once the number of ranks is known."""
         return self.distributed.dims
 
     @property
     def axes(self) -> tuple[ParallelAxis, ...]:
-        """The axes that have something to do, in the order in which they transform the module."""
+        """The axes in use, in the order in which they transform the module."""
         return self.context.axes
 
     def axis(self, kind: type[A]) -> A | None:
-        """The strategy's axis of a class, in use or not; None if it has none."""
+        """Return the strategy's axis of a class, in use or not; None if there is none."""
         return next((axis for axis in self._axes_as_set if isinstance(axis, kind)), None)
 
     @property
@@ -281,26 +284,26 @@ class PardistStrategy(ParallelStrategy):
 
     @property
     def data_engine(self) -> DataEngine | None:
-        """Keeps gradients right over the gradient mesh; from the first ``fit`` on."""
+        """Engine that reduces gradients over the gradient mesh; None before the first ``fit``."""
         return self.context.data_engine
 
     def _choose_axes(self) -> None:
-        """A module that ``configure_model`` has split is taken as it is, any other by the axes as they were set."""
+        """Choose the axes in use: the user-parallelized one if ``configure_model`` split the module, else those set."""
         module = self.lightning_module
         taken = module is not None and is_user_parallelized(module)
         axes = (self._user_parallelized,) if taken else self._axes_as_set
         self.context.axes = tuple(axis for axis in axes if axis.is_used(self.dims))
 
     def take_axes(self, other: PardistStrategy) -> None:
-        """Train as another strategy would, whose axes are taken over, and whose checkpointing where none is set here.
+        """Adopt another strategy's axes, and its activation checkpointing if none is set here.
 
-        Before the module is set up. Collective over the world.
+        Called before the module is set up. Collective over the world.
 
         Args:
-            other: Made for this alone.
+            other: Strategy that is created for this call only.
 
         Raises:
-            ValueError: If its degrees do not fit the ranks.
+            ValueError: If its degrees do not fit the number of ranks.
         """
         self._axes_as_set = other._axes_as_set
         for axis in self._axes_as_set:
@@ -314,7 +317,7 @@ class PardistStrategy(ParallelStrategy):
 
     def _show_batch_ranks(self) -> None:
         if self.lightning_module is not None:
-            # What `self.device_mesh` in a module's configure_model refers to.
+            # A module's configure_model reads it as `self.device_mesh`.
             set_device_mesh(self.lightning_module, self.device_mesh)
             if self.distributed.default_group is not None:
                 show_batch_ranks(self.lightning_module.trainer, self.distributed.default_group, self._attached)
@@ -323,12 +326,12 @@ class PardistStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks third-party strategies by this name whether samplers and metrics are to be distributed."""
+        """Whether samplers and metrics are distributed; Lightning reads this attribute of third-party strategies."""
         return True
 
     @property
     def num_nodes(self) -> int:
-        """Number of hosts; the Trainer sets it."""
+        """Number of nodes; set by the Trainer."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -337,22 +340,22 @@ class PardistStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this node."""
+        """Number of ranks on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def ranks_apart(self) -> int:
-        """How many of the job's last ranks do not train."""
+        """Number of the job's last ranks that do not train."""
         return sum(axis.ranks_apart for axis in self._axes_as_set)
 
     @property
     def _workers_apart(self) -> bool:
-        """Whether each rank that trains is a world of its own."""
+        """Whether each training rank has a separate world of size 1."""
         return any(axis.workers_apart for axis in self._axes_as_set)
 
     @property
     def _several(self) -> bool:
-        """Whether several ranks train, together or each in a world of its own. Known once they have met."""
+        """Whether several ranks train, in one world or in separate ones. Valid after the rendezvous."""
         return self.world_size * self.distributed.worlds > 1
 
     @property
@@ -375,17 +378,17 @@ class PardistStrategy(ParallelStrategy):
         return devices[self.local_rank]
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's loggers this process' rank. The Trainer calls it."""
+        """Set this process' rank in the cluster environment and Lightning's loggers. Called by the Trainer."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def resolve_dims(self, world_size: int) -> ParallelDims:
-        """The degrees of parallelism for this many ranks.
+        """Return the degrees of parallelism for a number of ranks.
 
         Raises:
-            ValueError: If they do not fit, with the values and the fix.
+            ValueError: If they do not fit the number of ranks, with the values and the fix.
         """
         degrees = {
             axis: size
@@ -395,7 +398,7 @@ class PardistStrategy(ParallelStrategy):
         degrees = experts_beside_context(degrees)
         wants_rest = [axis for axis, size in degrees.items() if size == "auto"]
         if any(axis not in REST_AXES for axis in wants_rest):
-            # The data axis takes what others leave, and these want everything.
+            # Another axis is "auto" and takes all remaining ranks, so the data axis gets none.
             degrees = {axis: 1 if axis in REST_AXES and size == "auto" else size for axis, size in degrees.items()}
         return ParallelDims.resolve(world_size, **degrees)
 
@@ -426,9 +429,9 @@ class PardistStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Replicas and rank of the batch mesh: ranks of one tensor or pipeline group see the same samples."""
+        """Sampler arguments from the batch mesh: ranks of one tensor or pipeline group get the same samples."""
         if self.distributed.is_apart:
-            # Loaders that somebody counts there have the lengths of the others.
+            # Loaders whose length is read on such a rank have the same length as on the workers.
             shares = math.prod(axis.data_share[1] for axis in self.axes)
             return {"num_replicas": self.resolve_dims(self.world_size).batch_size * shares, "rank": 0}
         rank = self.dims.batch_rank(self.global_rank % self.dims.world_size)
@@ -453,7 +456,7 @@ class PardistStrategy(ParallelStrategy):
         if self.cluster_environment is None:
             raise RuntimeError("The strategy has no cluster environment; construct a Trainer with it first.")
         if self.ranks_apart:
-            # Those apart have had others since the last run.
+            # Ranks set apart may have had other degrees since the last run.
             self.distributed.dims = self.resolve_dims(self.world_size)
         self.distributed.open(
             self.cluster_environment,
@@ -481,14 +484,14 @@ class PardistStrategy(ParallelStrategy):
         """The job's mesh, with the axes of :data:`lightning_pardist.mesh.AXES` and ``"data_parallel"``.
 
         Raises:
-            RuntimeError: Before the process group exists, that is before ``configure_model``.
+            RuntimeError: If the process group does not exist yet, that is before ``configure_model``.
         """
         return self.context.mesh
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """A training loader of a resumed run goes on where the run was saved; what was taken of one comes again."""
-        # Lightning would by the global rank, also where ranks have the same samples.
+        """Restore the position of a resumed training loader, and put back batches taken as samples."""
+        # Lightning would seed by the global rank, even if ranks have the same samples.
         seed_workers(dataloader, self.distributed_sampler_kwargs["rank"])
         module = self.lightning_module
         if module is None or trainer_of(module) is None:
@@ -518,7 +521,7 @@ class PardistStrategy(ParallelStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Where a module is built: if it is to be empty, on ``meta``, for an axis that creates its values in pieces."""
+        """Context in which a module is built; ``empty_init`` uses ``meta`` for axes that materialize it in parts."""
         if not empty_init or not any(axis.creates_values for axis in self.axes) or len(self.context.model_axes) > 1:
             with super().tensor_init_context(empty_init):
                 yield
@@ -534,7 +537,7 @@ class PardistStrategy(ParallelStrategy):
         module = self.lightning_module
         if self.context.sample_batches is None:
             self.context.sample_batches = SampleBatches(trainer)
-        # Setting up changes what the answer is taken from.
+        # Cached: setup changes the state that this property is computed from.
         self._loads_after_setup = self.context.loads_after_setup = self.restore_checkpoint_after_setup
         self.context.precision = self.precision_plugin
         data = self.context.data_axis
@@ -554,7 +557,7 @@ class PardistStrategy(ParallelStrategy):
         shares = self.dims.context_parallel > 1 or any(axis.splits_module for axis in self.axes)
         if shares:
             self._attached.attach(PlainEncoders(module))
-        # On one device as on several.
+        # Also on one device, for the same results as on several.
         shares = shares or any(axis.splits_batch for axis in self._axes_as_set)
         if self.dims.batch_size == 1 and shares and all(axis.data_share[1] == 1 for axis in self.axes):
             self._changes.callback(keep_loaders(trainer))
@@ -586,7 +589,7 @@ class PardistStrategy(ParallelStrategy):
         for axis in self.context.model_axes:
             axis.transform(trainer, module)
         if fitting:
-            # Below checkpointed activations: forward runs compiled again in backward.
+            # Before activation checkpointing, so that the recomputed forward in backward is compiled as well.
             self._changes.callback(self.compiled.undo)
             self.compiled.compile_blocks(module)
         if fitting and self.activation_checkpointing is not None:
@@ -634,7 +637,7 @@ class PardistStrategy(ParallelStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """A module on ``meta`` has no values to load into before it is sharded."""
+        """Whether a checkpoint is loaded after setup: a module on ``meta`` has no storage to load into before it."""
         if self._loads_after_setup is None:
             self._choose_axes()
             return any(axis.loads_after_setup for axis in self.axes)
@@ -643,12 +646,12 @@ class PardistStrategy(ParallelStrategy):
     # --- steps --------------------------------------------------------------------------------------------------
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run one of the module's four step functions: the data axis outermost, split layers innermost."""
+        """Run one of the module's four step functions, wrapped by all axes."""
         with in_step(), ExitStack() as around:
             for axis in self.axes:
                 step = partial(axis.run_step, step)
             for axis in reversed(self.axes):
-                # What takes tensors apart first is asked first: the last to be entered.
+                # The axis that splits tensors first is entered last, so that it handles operators first.
                 around.enter_context(axis.running())
             return step(*args, **kwargs)
 
@@ -670,7 +673,7 @@ class PardistStrategy(ParallelStrategy):
         if not module.automatic_optimization and self.data_duties.loss_weights is not None:
             self.data_duties.loss_weights.before_manual_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        # Gradients are complete before post_backward, whose hooks show them to the user.
+        # Gradients must be complete before post_backward, whose hooks expose them to the user.
         with ExitStack() as around:
             for axis in self.axes:
                 around.enter_context(axis.around_backward())
@@ -683,7 +686,7 @@ class PardistStrategy(ParallelStrategy):
             self.data_duties.loss_weights.after_manual_backward()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         if not module.automatic_optimization and self.data_engine.is_reduced:
-            # What the user clips by hand before the optimizer steps.
+            # The user may clip these gradients manually before the optimizer step.
             self._gradients_reduced()
         self.post_backward(closure_loss)
         return closure_loss
@@ -695,7 +698,7 @@ class PardistStrategy(ParallelStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Backward inside sends nothing; gradients accumulate until the next one outside."""
+        """Context without gradient communication: gradients accumulate until the next backward outside of it."""
         if self.data_engine is None:
             yield
             return
@@ -722,14 +725,14 @@ class PardistStrategy(ParallelStrategy):
         return output
 
     def _with_loss_of_all(self, closure: Callable[[], Any]) -> Any:
-        """Run a closure whose loss the optimizer looks at, and has to find alike on all ranks."""
+        """Run a closure whose loss the optimizer uses, and return the loss over all ranks, the same on each."""
         result, weights = closure(), self.data_duties.loss_weights
         if weights is None or not (result is None or isinstance(result, Tensor | float)):
             return result
         return weights.of_all_ranks(None if result is None else torch.as_tensor(result, device=self.root_device))
 
     def _completed(self, closure: Callable[[], Any]) -> Any:
-        """Run a step's closure; where its ``training_step`` returned None on this rank, join the others' reduction."""
+        """Run a step's closure; if ``training_step`` returned None on this rank, join the gradient reduction."""
         result = closure()
         module, engine = self.lightning_module, self.data_engine
         if engine is None or module is None or not module.automatic_optimization:
@@ -739,7 +742,7 @@ class PardistStrategy(ParallelStrategy):
             engine.reduce()
         self._gradients_reduced()
         if late and result is None and engine.has_gradients:
-            # None tells a gradient scaler to skip this step, which the ranks with a loss will not.
+            # With None a gradient scaler would skip this step, unlike on the ranks with a loss.
             return torch.zeros((), device=self.root_device)
         return result
 
@@ -822,7 +825,7 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PATH, storage_options: Any | None = None) -> None:
-        """Write what the Trainer has put together, or begin to under ``async_save``. Collective over the world."""
+        """Write a checkpoint of the Trainer, or begin to under ``async_save``. Collective over the world."""
         if not self.distributed.is_apart and not self.distributed.is_follower:
             self.checkpoints.save(checkpoint, filepath, storage_options)
         if self._apart is not None:
@@ -830,12 +833,12 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: PATH) -> None:
-        """Remove a file or folder on the first rank, after what was begun before is complete."""
+        """Remove a checkpoint file or folder on the first rank, after pending writes are complete."""
         self.checkpoints.remove(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Check and read a file or a folder. Collective over the world."""
+        """Verify and read a checkpoint file or folder. Collective over the world."""
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
         self.states.take(checkpoint)
         self.loader_state.take(checkpoint)
@@ -843,7 +846,7 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict of one process, whole at least on the first rank; in shards if so set. Collective."""
+        """Return the module's state dict, full at least on the first rank, or sharded if set so. Collective."""
         self.checkpoints.begin()
         for axis in self.axes:
             axis.synchronize()
@@ -852,24 +855,24 @@ class PardistStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.context.module is None:
-            # In the process that called for ranks, which connects nothing itself.
+            # In the process that launched the ranks, `connect` was not called.
             self.context.module = self.lightning_module
         self.states.load_module(checkpoint["state_dict"], strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State as one process would have it, whole at least on the first rank; in shards if so set. Collective."""
+        """Return an optimizer's state dict, full at least on the first rank, or sharded if set so. Collective."""
         plain = plain_optimizer(optimizer)
         for axis in self.axes:
             axis.show_state()
         if self.distributed.is_follower:
-            # The first rank has it, and saves.
+            # Only the first rank holds the state and saves it.
             return {}
         return self.states.of_optimizer(plain)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # The process that called for ranks has a module without a Trainer, after a run.
+        # After a run, the module of the process that launched the ranks has no Trainer.
         if self.lightning_module is not None and trainer_of(self.lightning_module) is not None:
             self.loader_state.settle(self.lightning_module.trainer)
         self.states.load_optimizers(checkpoint["optimizer_states"])
@@ -881,7 +884,7 @@ class PardistStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
-        """Combine a tensor over ``group``, by default the batch mesh. Collective over it; anything else comes back."""
+        """Reduce a tensor over ``group``, by default the batch mesh; other objects are returned. Collective over it."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         self.context.before_collective()
@@ -897,7 +900,7 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any rank) of the world decide so. Collective over the world."""
+        """Return whether ``decision`` is true on all ranks (or any rank). Collective over the world."""
         if not dist.is_initialized():
             return decision
         self.context.before_collective()
@@ -906,7 +909,7 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank of the world, and before training for those in worlds beside it."""
+        """Wait for every rank of the world, and before training also for ranks in separate worlds."""
         if not dist.is_initialized():
             return
         self.context.before_collective()
@@ -916,22 +919,22 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object of rank ``src``, on every rank of the world. Collective."""
+        """Return the object of rank ``src`` on every rank of the world. Collective."""
         if not dist.is_initialized():
             return obj
         self.context.before_collective()
         return broadcast_object(obj, src, group=self.distributed.start_group)
 
-    # --- for people ---------------------------------------------------------------------------------------------
+    # --- reporting ----------------------------------------------------------------------------------------------
 
     def held(self) -> HeldBytes:
-        """Bytes that this rank holds at this moment, by kind. Not collective."""
+        """Return the bytes that this rank currently holds, by kind. Not collective."""
         module = self.lightning_module
         extra = self.data_engine.held_bytes() if self.data_engine is not None else 0
         return held_bytes([] if module is None else [module], self.optimizers, buckets=extra)
 
     def describe(self) -> str:
-        """What is split over what, for the log."""
+        """Return a description of the degrees, axes, compilation and optimizers, for the log."""
         held = self.held()
         lines = [
             f"{type(self).__name__}: {self.dims.describe()}, {held.num_parameters:,} parameters"
@@ -948,7 +951,7 @@ class PardistStrategy(ParallelStrategy):
                 lines.append(f"{type(optimizer).__name__} {found.describe()}")
         return "\n".join(lines)
 
-    # --- the end ------------------------------------------------------------------------------------------------
+    # --- teardown -----------------------------------------------------------------------------------------------
 
     @override
     def teardown(self) -> None:
@@ -976,13 +979,13 @@ class PardistStrategy(ParallelStrategy):
         self.kept_optimizers.give_back()
         self._changes.close()
         if self.data_engine is not None:
-            # Kept, since a checkpoint after training asks it for the optimizers' state.
+            # Kept: a checkpoint saved after training reads the optimizers' state from it.
             self.data_engine.detach()
         try:
             super().teardown()
         except (AttributeError, RuntimeError):
-            # Lightning moves the module to the host, which torch refuses of shards that a failure has left in the
-            # middle of a step: the failure is what is to be seen.
+            # Lightning moves the module to the host, which torch refuses for shards that a failure left in the middle
+            # of a step. Then only the original failure is raised.
             if not self.axes or self.context.data_axis.ended_well():
                 raise
         self.distributed.close()
@@ -1004,15 +1007,15 @@ class PardistStrategy(ParallelStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Names are registered from the table in :mod:`lightning_pardist.registry`, not class by class."""
+        """Do nothing: names are registered from the table in :mod:`lightning_pardist.registry`, not per class."""
 
 
 def _settings(strategy: type) -> list[str]:
-    """Names of the settings of a strategy's class."""
+    """Return the names of all settings of a strategy class."""
     makers = [inspect.signature(base.__init__) for base in strategy.__mro__ if issubclass(base, PardistStrategy)]
     return [name for maker in makers for name in maker.parameters if name not in ("self", "kwargs", "unknown")]
 
 
-# Lightning asks `isinstance(strategy, DDPStrategy)` where it means "runs a plain module on several ranks": to allow a
-# compiled LightningModule, and to count the strategy as distributed. We answer yes without inheriting its code.
+# Lightning checks `isinstance(strategy, DDPStrategy)` for "runs a plain module on several ranks": to allow a compiled
+# LightningModule, and to treat the strategy as distributed. Registration satisfies the check without inheriting code.
 LightningDDPStrategy.register(PardistStrategy)

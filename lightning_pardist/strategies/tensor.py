@@ -18,34 +18,35 @@ from lightning_pardist.trainer import trial_run
 class TensorParallelStrategy(PardistStrategy):
     """Tensor parallel: shards each layer's weights over ranks with the same samples (Megatron-LM, arXiv 1909.08053).
 
-    How is found out by one run of the module's own step on a batch, of which nothing remains: pairs of linear layers,
-    attention by heads, embeddings and output heads by vocabulary, convolutions by channels; the rest stays whole on
-    every rank. The plan, with the collectives that a step will send, is logged at the start. User code keeps its global
-    shapes; an operator that cannot run on parts runs on whole tensors, and is named in the plan.
+    The plan is derived from a trial run of the module's own step on one batch, which leaves no side effects: pairs of
+    linear layers are split, attention by heads, embeddings and output heads by vocabulary, convolutions by channels;
+    all other parameters are replicated. The plan, with the collectives of a step, is logged at the start. User code
+    sees global shapes; an operator that cannot run on shards runs on full tensors and is named in the plan.
 
     Each rank holds about ``1/t`` of parameters, gradients and optimizer state (t tensor ranks). Outside of steps
-    parameters are ``DTensor``s; checkpoints are Lightning's plain ones, and the module is plain again after the run.
+    parameters are ``DTensor``s; checkpoints have Lightning's format, and parameters are plain again after the run.
 
     Args:
-        tensor_parallel_size: Ranks over which a layer is split; ``"auto"`` for all of them, ``"node"`` for those of one
-            node. The other ranks make up the data axis.
-        plan: Overrides what is found: glob patterns of module or parameter names to ``"column"``, ``"row"``,
-            ``"vocab"``, ``"replicate"`` or a torch ``ParallelStyle``.
-        on_indivisible: What to do with an entry of ``plan`` whose size the tensor size does not divide: ``"error"`` or
-            ``"replicate"``.
-        sequence_parallel: Keep activations between split layers split along the sequence, dim 1 of three. Sends the
-            same, and holds ``1/t`` of them.
-        data_parallel: What the data axis does: ``"ddp"`` replicates, ``"zero1"``, ``"zero2"`` and ``"zero3"`` shard.
-        data_settings: Settings of the data axis' own strategy, ``{"bucket_size_mb": 50}`` say.
-        sample: A batch to run the step on, or a function that makes one. By default the first one of its loader, or
-            the module's ``example_input_array`` where that cannot be read unnoticed.
-        init: Gives values to the own parameters of one submodule that was built on ``meta``, in place of its
-            ``reset_parameters``. Such a module is created layer by layer, of which each rank keeps its part.
+        tensor_parallel_size: Number of ranks that a layer is split over; ``"auto"`` for all ranks, ``"node"`` for those
+            of one node. The remaining ranks form the data axis.
+        plan: Overrides of the derived plan: a mapping from glob patterns of module or parameter names to
+            ``"column"``, ``"row"``, ``"vocab"``, ``"replicate"`` or a torch ``ParallelStyle``.
+        on_indivisible: What to do with an entry of ``plan`` whose size is not divisible by the tensor size: ``"error"``
+            or ``"replicate"``.
+        sequence_parallel: Whether activations between split layers are sharded along the sequence, dim 1 of three.
+            Communication is the same, and each rank holds ``1/t`` of these activations.
+        data_parallel: Kind of data parallelism: ``"ddp"`` replicates, ``"zero1"``, ``"zero2"`` and ``"zero3"`` shard.
+        data_settings: Settings of the data-parallel strategy, for example ``{"bucket_size_mb": 50}``.
+        sample: A batch for the trial run, or a function that returns one. By default the first batch of the loader, or
+            the module's ``example_input_array`` if the loader cannot be read without side effects.
+        init: For modules built on ``meta``: a function that initializes the direct parameters of one submodule, in
+            place of its ``reset_parameters``. The module is materialized layer by layer, and each rank keeps its
+            shards.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during a run, if ``plan`` does not fit the module, no sample can be
-            had, or a callback needs whole parameters.
+        ValueError: If a setting is out of range; during a run, if ``plan`` does not fit the module, no sample
+            is available, or a callback needs full parameters.
     """
 
     def __init__(
@@ -82,11 +83,11 @@ class TensorParallelStrategy(PardistStrategy):
         on_indivisible: Literal["error", "replicate"] = "error",
         sequence_parallel: bool = False,
     ) -> TensorParallelPlan:
-        """How a module would be split, without any process group: ``print`` it. Not collective; changes nothing.
+        """Return the plan for a module without a process group, to be printed. Not collective; no side effects.
 
         Args:
-            module: As it is before training, on any device.
-            sample: A batch as ``training_step`` takes it, on the module's device.
+            module: The module before training, on any device.
+            sample: A batch for ``training_step``, on the module's device.
             tensor_parallel_size: Number of tensor ranks.
             plan: As for the strategy.
             on_indivisible: As for the strategy.

@@ -15,37 +15,37 @@ from lightning_pardist.trainer.deepspeed_config import DeepSpeedConfig
 
 
 class ZeroStrategy(PardistStrategy):
-    """ZeRO-1 and ZeRO-2: shards optimizer state, in stage 2 gradients as well; parameters stay whole.
+    """ZeRO-1 and ZeRO-2: shard optimizer state, and gradients in stage 2; parameters are replicated.
 
-    Parameters stay ordinary, whole tensors on every rank. Sends ``2 Psi (N-1)/N`` per rank and step, as data
-    parallelism does. In fp32 with Adam, stage 1 holds ``2 Psi + 2 Psi/N`` and stage 2, which keeps slices of gradients
-    too, ``Psi + 3 Psi/N`` (Psi parameters, N ranks; ZeRO, arXiv 1910.02054). Under gradient accumulation stage 1 sends
-    gradients once an optimizer step, stage 2 with every backward.
+    Parameters stay plain, full tensors on every rank. Sends ``2 Psi (N-1)/N`` per rank and step, the same as DDP. In
+    fp32 with Adam, stage 1 holds ``2 Psi + 2 Psi/N`` and stage 2, which shards gradients too, ``Psi + 3 Psi/N`` (Psi
+    parameters, N ranks; ZeRO, arXiv 1910.02054). Under gradient accumulation stage 1 sends gradients once per optimizer
+    step, stage 2 in every backward.
 
-    Parameters in bf16 or fp16 (``precision="bf16-true"``) are updated in fp32, kept for the slice only.
+    Parameters in bf16 or fp16 (``precision="bf16-true"``) have fp32 master weights, which are sharded.
 
     Args:
-        zero_stage: 1 shards optimizer state, 2 gradients as well.
-        bucket_size_mb: Gradients and parameters travel in buckets of this many MiB.
+        zero_stage: 1 shards optimizer state; 2 shards gradients as well.
+        bucket_size_mb: Size of gradient and parameter buckets in MiB.
         overlap: Whether gradients are sent while backward runs.
-        offload: Where optimizer state lives and steps are taken. ``"cpu"``: in host memory. The path of a folder on a
-            local disk: in files there, of which ``offload_window_mb`` are resident at a time. ``"disk"``: in files in
-            the Trainer's ``default_root_dir``. Adam and AdamW take torch's fused kernel then, unless told otherwise.
-            The files have no names, and are gone with the process, however it ends.
-        offload_window_mb: With files, state that is resident at a time, in MiB.
-        gather: How parameters travel: as ``"int8"``, ``"int4"`` or ``"bf16"``, blocks of 64 elements with a scale of
-            their own, or as they are if None (ZeRO++, arXiv 2306.10209). Owners update exact values, which validation,
-            checkpoints and the trained module have; training steps compute with what was received, on all ranks.
-        reduce: How gradients travel, once each, to the rank that sums them in full precision. A checkpoint starts
-            what error feedback has kept anew.
-        error_feedback: Whether what ``reduce`` leaves behind on a rank is added to the next gradients, for a byte a
-            parameter; it is if None.
+        offload: Where optimizer state is stored and the update runs. ``"cpu"``: in host memory. The path of a folder on
+            a local disk: in files there, with ``offload_window_mb`` resident at a time. ``"disk"``: in files in the
+            Trainer's ``default_root_dir``. Adam and AdamW then use torch's fused kernel unless set otherwise.
+            The files are unlinked, so they are freed with the process, however it ends.
+        offload_window_mb: With files, size of the state that is resident in memory at a time, in MiB.
+        gather: Compression of all-gathered parameters (ZeRO++, arXiv 2306.10209): ``"int8"``, ``"int4"`` or ``"bf16"``,
+            in blocks of 64 elements with one scale each; None for no compression. Owners update exact values, which
+            validation, checkpoints and the trained module use; training steps use the compressed values on all ranks.
+        reduce: Compression of gradients, which are sent once each to the rank that sums them in full precision. Saving
+            a checkpoint resets the residuals of error feedback.
+        error_feedback: Whether the compression error of ``reduce`` is kept on the rank, at one byte per parameter, and
+            added to the next gradients. None means True.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during ``fit``, if an optimizer cannot be tried, with its name, or
-            the folder for offloaded state cannot be written to.
-        RuntimeError: During ``fit``, if the disk has no room for offloaded state.
+        ValueError: If a setting is out of range; during ``fit``, if the trial of an optimizer fails, with its name,
+            or the folder for offloaded state is not writable.
+        RuntimeError: During ``fit``, if the disk is too small for offloaded state.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class ZeroStrategy(PardistStrategy):
     def from_deepspeed_config(
         config: str | os.PathLike[str] | Mapping[str, Any], **kwargs: Any
     ) -> DDPStrategy | ZeroStrategy | FSDPStrategy:
-        """The strategy that a DeepSpeed configuration asks for.
+        """Return the strategy for a DeepSpeed configuration.
 
-        Its stage, bucket size, offload and precision are the strategy's; accumulation, clipping and batch sizes are
-        given to the Trainer, or compared with it, when training is set up. ``fp16`` becomes ``16-mixed`` with the
-        file's loss scale, ``bf16`` becomes ``bf16-true`` with fp32 masters in the shards. What has no counterpart is
-        left out, and listed in one warning. ``"auto"`` stands for what the Trainer and the strategy have by themselves.
+        Stage, bucket size, offload and precision become settings of the strategy; accumulation, clipping and batch
+        sizes are set on the Trainer, or compared with its own, when training is set up. ``fp16`` becomes ``16-mixed``
+        with the file's loss scale, ``bf16`` becomes ``bf16-true`` with sharded fp32 master weights. Settings without a
+        counterpart are ignored and listed in one warning. ``"auto"`` means the default of the Trainer or the strategy.
 
         Args:
-            config: Path of a JSON file, or what it holds.
+            config: Path of a JSON file, or its content as a mapping.
             **kwargs: Further arguments of the strategy.
 
         Returns:
