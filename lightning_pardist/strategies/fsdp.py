@@ -23,8 +23,8 @@ class FSDPStrategy(PardistStrategy):
 
     The module is split into units (repeated blocks, large layers), each all-gathered right before it runs and freed
     right after. Sends ``3 Psi (N-1)/N`` per rank and step and holds ``4 Psi/N`` plus the largest unit (fp32 Adam; Psi
-    parameters, N ranks; ZeRO, arXiv 1910.02054, stage 3). With ``data_shard_size`` below the number of ranks, shards
-    are replicated over groups of that many ranks (HSDP).
+    parameters, N ranks; ZeRO, arXiv 1910.02054, stage 3). With ``data_shard_size`` below the number of ranks,
+    parameters are sharded within groups of that many ranks and replicated across groups (HSDP).
 
     Inside steps parameters are plain tensors. Outside of steps, and in ``configure_optimizers``, they are
     ``DTensor``s. Checkpoints have Lightning's format: full tensors under the module's own names, gathered to the first
