@@ -317,7 +317,7 @@ def _disk_rate(folder: str) -> float | None:
             os.fsync(file.fileno())
             file.seek(0)
             if hasattr(os, "posix_fadvise"):
-                # Else what is read comes from memory.
+                # Otherwise the file is read from the page cache.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while file.read(len(block)):
                 pass

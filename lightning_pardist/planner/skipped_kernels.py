@@ -87,7 +87,7 @@ class SkippedKernels(UncompiledMode):
         super().__init__()
         self.looked_at: dict[str, None] = {}
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # Its cache is replaced by this one, which is shared by all traces.
+        # Results are cached in `forms` instead, which is shared by all traces.
         self._fake_mode.cache_enabled = False
         self._unknown: dict[int, bool] = {}
         self._counts = ValueCounts(self._made)
