@@ -33,7 +33,7 @@ _ROUNDS = 5
 #: Elements of messages that are timed.
 _MESSAGES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 _TIMEOUT = timedelta(seconds=120)
-#: Bytes that a rank writes to the disk and reads again.
+#: Bytes that a rank writes to the disk and reads back.
 _FILE_BYTES = 1 << 27
 
 
@@ -106,7 +106,7 @@ def measure_rank(
     inside, between, share, messages = _links(device, hosts, rank, by_size=by_size)
     operators: Rates = {}
     if by_size:
-        # The least: a round in which the heap grows takes ten times as long, by page faults.
+        # The minimum: a round in which the heap grows takes ten times as long because of page faults.
         operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device, of=min)))
     disk_rate = None if disk is None else _disk_rate(disk)
     name, memory, reserved = _smallest(_device_facts(device, hosts.count(hosts[rank])))
@@ -317,7 +317,7 @@ def _disk_rate(folder: str) -> float | None:
             os.fsync(file.fileno())
             file.seek(0)
             if hasattr(os, "posix_fadvise"):
-                # Else what is read comes from memory.
+                # Otherwise the file is read from the page cache.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while file.read(len(block)):
                 pass

@@ -35,7 +35,7 @@ from lightning_pardist.runtime.distributed_context import rehearsed
 from lightning_pardist.strategies.strategy import PardistStrategy
 from lightning_pardist.trainer.sample_batches import undisturbed_random
 
-#: Buffers up to so many elements are copied with their values.
+#: Maximum number of elements of buffers that are copied with their values.
 _SMALL_BUFFER = 1 << 20
 
 
@@ -204,7 +204,7 @@ def _traced(
     group = alone_among(place.world_size, rank=place.rank, stands_for=place.stands_for, broadcast=broadcast)
     with group, SkippedKernels(forms, exchange) as skipped:
         made = strategy()
-        # On CPU the host's memory is the device's.
+        # On CPU, host and device memory are the same.
         hosted = made.kept_on_host if place.stands_for != "gloo" else []
         resident = made.resident_state_bytes
         away = hosted or ([] if resident is None else ["optimizer"])
@@ -314,7 +314,7 @@ def without_values(module: pl.LightningModule, skipped: SkippedKernels) -> pl.Li
         if buffer.is_meta or buffer.numel() > _SMALL_BUFFER:
             memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
     skipped.forget(memo.values())
-    # A module that is about to be trained refers to its Trainer and its ranks.
+    # A module that is about to be trained references its Trainer and its ranks.
     memo |= {id(own): None for own in belongings(module) if own is not None}
     return copy.deepcopy(module, memo)
 

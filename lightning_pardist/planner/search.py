@@ -115,7 +115,7 @@ class Search:
         module: The module before training.
         batch: A sample batch.
         profile: Profile of the device.
-        job: What is planned for.
+        job: Devices, Trainer settings and global batch of the plan.
         leave_out: Whether candidates that cannot be the best are not traced.
         time_limit_s: Seconds after which, once a candidate fits, no further one is traced.
 
@@ -142,9 +142,9 @@ class Search:
         self._refused: list[Refused] = []
         self._left_out: list[_Bound] = []
         self._forms: Forms = {}
-        #: What strategies have found out about the module, by what changes it and its batch.
+        #: Findings of strategies about the module, by the settings that change it and its batch.
         self._found: dict[Any, dict[Any, Any]] = {}
-        # An error of the module's own comes up here, and is not taken for a refusal of every strategy.
+        # Raises errors of the module itself, which would otherwise count as a refusal by every strategy.
         self._alone = self._traced_alone()
 
     def add_all(self, candidates: Iterable[Candidate]) -> None:
@@ -260,10 +260,10 @@ class Search:
         )
 
     def _rechecked(self, rows: Sequence[Row], profile: DeviceProfile) -> tuple[list[Refused], list[Candidate]]:
-        """What has no row with another profile, and of it what may be the best there but was never traced.
+        """Return candidates without a row for another profile, and those of them that may be the best there.
 
-        Those are candidates that the bound left out and would not leave out there, and rows that do not fit, but may
-        with activation checkpointing, which the search tries only where it was needed.
+        The latter are candidates that a bound excluded here but would not exclude there, and rows that may fit only
+        with activation checkpointing, which the search tries only for candidates that do not fit.
         """
         refused, untraced = [], []
         for each in self._refused:

@@ -42,9 +42,9 @@ from lightning_pardist.planner.exchange import Exchange
 from lightning_pardist.planner.value_counts import ValueCounts
 
 _aten = torch.ops.aten
-#: Operators on more elements do not run, whatever is known.
+#: Maximum number of elements for which operators are computed, even on known values.
 _LARGEST = 1 << 20
-#: Up to so many elements that are not known are written, for code that reads memory past torch.
+#: Maximum number of unknown elements that are written, for code that reads memory without the dispatcher.
 _FILLED = 1024
 #: The same for parts of larger tensors.
 _PART = 64
@@ -55,10 +55,10 @@ _OVERWRITING = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _at
 _CARRYING = (_aten.cat.default, _aten.stack.default, to_copy, _aten.clone.default)
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, index_put_impl)
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-#: Sizes and strides of what operators return, by operator and arguments.
+#: Sizes and strides of operators' results, by operator and arguments.
 Forms = dict[Any, Any]
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-#: Collectives that torch's fake group carries out on this rank's memory.
+#: Collectives that torch's fake group executes on this rank's memory.
 _COPYING = (
     *("_allgather_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "gather_"),
     *("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "scatter_"),
@@ -87,7 +87,7 @@ class SkippedKernels(UncompiledMode):
         super().__init__()
         self.looked_at: dict[str, None] = {}
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # Its cache is replaced by this one, which is shared by all traces.
+        # Results are cached in `forms` instead, which is shared by all traces.
         self._fake_mode.cache_enabled = False
         self._unknown: dict[int, bool] = {}
         self._counts = ValueCounts(self._made)
@@ -150,7 +150,7 @@ class SkippedKernels(UncompiledMode):
             parts = [leaf for leaf in tensors_in(result) if leaf.numel() <= _PART]
         for leaf in parts:
             with no_modes():
-                # Past the count of changes that autograd keeps.
+                # Bypasses autograd's version counter.
                 leaf.data.fill_(leaf.dtype != torch.bool)
 
     # --- operators that do not run ------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class _Output:
 
 
 _META = torch.device("meta")
-#: Of Linux: memory that is not counted before it is written to.
+#: Linux flag for memory that is not reserved before it is written.
 _MAP_NORESERVE = 0x4000
 
 

@@ -104,7 +104,7 @@ class StepLedger(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._ends:
-            # Nobody needs the module whole again.
+            # The module is not used after the run: skip restoring its full parameters.
             trainer.state.status = TrainerStatus.INTERRUPTED
 
     def _mark(self, name: str) -> None:
