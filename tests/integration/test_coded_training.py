@@ -140,7 +140,7 @@ def test_remainders_of_scaled_gradients_are_refused():
 def test_codes_that_depend_on_neighbours_are_refused_on_tensor_ranks():
     split = SimpleNamespace(precision=None, dims=ParallelDims(data_shard=2, tensor_parallel=2))
     for codes in (CodesSetting("int8", None, None), CodesSetting(None, "int4", True), CodesSetting(None, "bf16", True)):
-        with pytest.raises(ValueError, match=r"each of the 2 tensor ranks.*norms, biases"):
+        with pytest.raises(ValueError, match=r"between the 2 tensor ranks.*norms, biases"):
             codes.check(split)
     # Each number by itself; and nothing travels between ranks of one batch.
     CodesSetting("bf16", None, None).check(split)
