@@ -31,7 +31,7 @@ class CodesSetting:
         self.reduce: Compression | None = reduce
         if error_feedback is not None and reduce is None:
             raise ValueError(
-                f"error_feedback={error_feedback} carries over the rounding errors of compressed gradients, but"
+                f"error_feedback={error_feedback} concerns the rounding errors of compressed gradients, but"
                 " reduce is not set. Set reduce='int8', or leave error_feedback out."
             )
         self.error_feedback = reduce is not None and error_feedback is not False

@@ -119,8 +119,8 @@ def test_a_language_model_learns_as_much(kind, world):
     [
         (lambda: ZeroStrategy(gather="int3"), "gather='int3' is unknown. Use bf16, int8, int4 or None."),
         (lambda: FSDPStrategy(reduce="fp8"), "reduce='fp8' is unknown"),
-        (lambda: ZeroStrategy(gather="int8", error_feedback=True), "error_feedback=True is about"),
-        (lambda: FSDPStrategy(error_feedback=False), "error_feedback=False is about"),
+        (lambda: ZeroStrategy(gather="int8", error_feedback=True), "error_feedback=True concerns"),
+        (lambda: FSDPStrategy(error_feedback=False), "error_feedback=False concerns"),
         (lambda: FSDPStrategy(gather="int8", tile_linear_above_mb=1), "tile_linear_above_mb=1 is set"),
     ],
 )
