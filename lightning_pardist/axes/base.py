@@ -190,7 +190,7 @@ class RunContext:
             RuntimeError: Outside of a Trainer's run.
         """
         if self.sample_batches is None:
-            raise RuntimeError("Batches to plan with are those of a Trainer's fit, validate, test or predict.")
+            raise RuntimeError("There are batches to plan with only during a Trainer's fit, validate, test or predict.")
         return self.sample_batches
 
     @property

@@ -31,8 +31,8 @@ class CodesSetting:
         self.reduce: Compression | None = reduce
         if error_feedback is not None and reduce is None:
             raise ValueError(
-                f"error_feedback={error_feedback} is about what codes of gradients leave behind, and reduce is not set."
-                " Set reduce='int8', or leave error_feedback out."
+                f"error_feedback={error_feedback} concerns the rounding errors of compressed gradients, but"
+                " reduce is not set. Set reduce='int8', or leave error_feedback out."
             )
         self.error_feedback = reduce is not None and error_feedback is not False
 
@@ -46,14 +46,15 @@ class CodesSetting:
         travels = context.dims.size(*GRADIENT_AXES) > 1
         if travels and (rounded := self._rounded_by_place) and (size := context.dims.tensor_parallel) > 1:
             raise ValueError(
-                f"{rounded} rounds numbers by what lies beside them, which on each of the {size} tensor ranks is"
-                " something else: parameters that all of them hold (norms, biases) would drift apart. Leave it out, or"
-                " the tensor axis."
+                f"{rounded} rounds each number depending on its neighbors in the tensor, which differ between the"
+                f" {size} tensor ranks: parameters that all of them hold (norms, biases) would drift apart. Leave it"
+                " out, or the tensor axis."
             )
         if self.reduce is not None and self.error_feedback and getattr(context.precision, "scaler", None) is not None:
             raise ValueError(
-                f"reduce={self.reduce!r} adds what is left of scaled gradients to later ones, whose scale is another"
-                " one when precision='16-mixed' has changed it. Use precision='bf16-mixed', or error_feedback=False."
+                f"reduce={self.reduce!r} with error feedback adds the rounding errors of scaled gradients to later"
+                " gradients, whose scale may differ, since precision='16-mixed' changes it. Use"
+                " precision='bf16-mixed', or error_feedback=False."
             )
 
     def check_copies(self, context: RunContext) -> None:
@@ -68,9 +69,9 @@ class CodesSetting:
         names = [name for axis in context.axes for name in axis.copied_parameters()] if travels else []
         if names and (rounded := self._rounded_by_place):
             raise ValueError(
-                f"{rounded} rounds numbers by what lies beside them, which on each stage of the pipeline is something"
-                f" else: copies of {', '.join(names)}, which several stages hold, would drift apart. Leave it out, or"
-                " untie these parameters."
+                f"{rounded} rounds each number depending on its neighbors in the tensor, which differ between the"
+                f" stages of a pipeline: copies of {', '.join(names)}, which several stages hold, would drift apart."
+                " Leave it out, or untie these parameters."
             )
 
     @property

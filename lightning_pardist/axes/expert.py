@@ -91,7 +91,7 @@ class ExpertAxis(ParallelAxis):
             raise ValueError(f"expert_parallel_size={expert_parallel_size} is not positive. Use 1 or more, or 'auto'.")
         one_of("expert_dispatch", expert_dispatch, DISPATCHES)
         if experts is not None and not experts:
-            raise ValueError("experts=[] names no experts. Leave it out, with which they are found, or name some.")
+            raise ValueError("experts=[] names no experts. Leave it out to have them found, or name some.")
         self.expert_parallel_size = expert_parallel_size
         self.experts = None if experts is None else (experts,) if isinstance(experts, str) else tuple(experts)
         self.expert_dispatch: Dispatch = expert_dispatch
@@ -146,12 +146,12 @@ class ExpertAxis(ParallelAxis):
         module = context.module
         if module is not None and is_sharded(module):
             raise ValueError(
-                f"{type(module).__name__} was left in shards by a run before, and {context.name} takes experts apart"
-                " that are whole. Build it anew, and load the last checkpoint."
+                f"{type(module).__name__} is still sharded from an earlier run, but {context.name} distributes the"
+                " experts of a whole module. Build it anew, and load the last checkpoint."
             )
         if module is not None and on_meta(module):
             raise ValueError(
-                f"{type(module).__name__} was built on the meta device, and {context.name} takes experts apart that"
+                f"{type(module).__name__} was built on the meta device, but {context.name} distributes experts that"
                 " have values. Build it with values."
             )
         if module is not None and self.experts is not None:
@@ -268,8 +268,8 @@ class ExpertAxis(ParallelAxis):
         here, first = [layer.name for layer in layers], [each for each, _ in names]
         if here != first:
             failure = ValueError(
-                f"The first batches of ranks go to different layers of experts: {here} here,"
-                f" {first} on the first rank. Set experts to those that every batch goes to."
+                f"The first batches of the ranks use different layers of experts: {here} on this rank, {first} on"
+                " the first rank. Set experts to the layers that every batch uses."
             )
         raise_together(failure)
         return layers, [choice for _, choice in names]
@@ -484,13 +484,13 @@ def _check_chosen(layers: Sequence[ExpertLayer], left: Sequence[ExpertLayer], pa
             if fnmatchcase(each.name, pattern)
         ]
         raise ValueError(
-            f"experts: by the name {pattern!r} "
+            f"experts: for {pattern!r}, "
             + (
                 "; ".join(why)
                 if why
                 else "the first batch calls no list of equal modules, and none with stacked parameters"
             )
-            + ". Name others, or leave experts out, with which they are found."
+            + ". Name others, or leave experts out to have them found."
         )
 
 
@@ -503,8 +503,8 @@ def _check_layers(layers: Sequence[ExpertLayer], module: nn.Module, step: str, *
     if not layers:
         raise ValueError(
             f"No experts were found in {type(module).__name__}.{step}: no list of equal modules, and no parameters"
-            " stacked along an expert dim, that a router's scores of as many weigh or choose among. Set experts to"
-            " their names, or use pardist_zero2 or pardist_zero3."
+            " stacked along an expert dim, that a router weights or chooses by one score each. Set experts to their"
+            " names, or use pardist_zero2 or pardist_zero3."
         )
     for layer in layers:
         if layer.outside:

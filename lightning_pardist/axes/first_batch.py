@@ -21,10 +21,10 @@ def warn_of_different_batches(who: str) -> None:
         who: Name of these ranks, for the message.
     """
     warnings.warn(
-        f"The ranks of {who} got different batches. From now on the first rank's are sent to the others, which costs"
-        " time, and theirs are not used: harmless for random augmentation and loaders that shuffle by"
-        " themselves, but a part of the data is lost if samples are shared out by global_rank or the variable RANK."
-        " Share them out by trainer.distributed_sampler_kwargs (rank, num_replicas).",
+        f"The ranks of {who} got different batches. From now on the first rank's batches are sent to the others,"
+        " which costs time, and the others' own batches are not used. This is harmless for random augmentation and"
+        " loaders that shuffle by themselves, but a part of the data is lost if samples are split by global_rank or"
+        " the variable RANK. Split them by trainer.distributed_sampler_kwargs (rank, num_replicas).",
         stacklevel=3,
     )
 
@@ -52,9 +52,9 @@ def of_first_rank(value: Any, *, group: dist.ProcessGroup, device: torch.device)
     sent, on_host, unsent = box
     if unsent is not None:
         raise TypeError(
-            "Ranks that work on one batch got different ones, and the first rank's cannot be sent to the others:"
-            f" {unsent}. Leave it out of the batch, or let these ranks have the same samples: seed alike what shuffles"
-            " or augments them, and share samples out by distributed_sampler_kwargs of the strategy."
+            "Ranks that work on the same batch got different batches, and the first rank's cannot be sent to the"
+            f" others: {unsent}. Leave it out of the batch, or give these ranks the same samples: use the same seed"
+            " for shuffling and augmentation, and split samples by the strategy's distributed_sampler_kwargs."
         )
     stays = iter(on_host)
     found = pickle.loads(sent)

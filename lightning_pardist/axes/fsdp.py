@@ -111,8 +111,8 @@ class FSDPAxis(DataParallelAxis):
         self.codes = CodesSetting(gather, reduce, error_feedback)
         if tile_linear_above_mb is not None and (gather or reduce):
             raise ValueError(
-                f"gather={gather!r} and reduce={reduce!r} are not for layers in tiles, which travel as they are, and"
-                f" tile_linear_above_mb={tile_linear_above_mb} is set. Leave one of them out."
+                f"gather={gather!r} and reduce={reduce!r} do not support layers in tiles, which are sent"
+                f" uncompressed, and tile_linear_above_mb={tile_linear_above_mb} is set. Leave one of them out."
             )
         self._sharded: FullySharded | None = None
         self._copies: list[FullySharded] = []
@@ -236,8 +236,8 @@ class FSDPAxis(DataParallelAxis):
             self._sharded = self._shard(module)
             if names and trainer.state.fn == TrainerFn.FITTING:
                 rank_zero_info(
-                    f"{type(trainer.strategy).__name__} sends slices of gradients, which sparse ones do not have: those"
-                    f" of {', '.join(names)} (sparse=True) are made dense, with the same numbers."
+                    f"{type(trainer.strategy).__name__} sends slices of gradients, and sparse gradients have no"
+                    f" slices: those of {', '.join(names)} (sparse=True) are made dense, with the same values."
                 )
         before = {sharded.module: sharded for sharded in self._copies}
         for sharded in before.values():
@@ -430,8 +430,9 @@ class FSDPAxis(DataParallelAxis):
         lines = [plan, f"Up to {sent:.1f} MB sent by this rank a step, for {runs} micro-batches."]
         if self.reshard_after_forward is not False or self.accumulate == "sharded":
             lines.append(
-                "reshard_after_forward=False would gather parameters once a step and accumulate='unsharded' reduce"
-                " gradients once, and hold those of the stage whole that long."
+                "reshard_after_forward=False would all-gather parameters once a step, and accumulate='unsharded'"
+                " would reduce gradients once a step. In return, the parameters or gradients of the whole stage"
+                " stay in memory for that long."
             )
         return "\n".join(lines)
 

@@ -71,9 +71,9 @@ class LocalSGDAxis(ParallelAxis):
         if isinstance(sync_every, str):
             one_of("sync_every", sync_every, ("epoch",), or_else="a number of optimizer steps")
         else:
-            sync_every = int(positive("sync_every", sync_every, "Use the optimizer steps between two averages."))
+            sync_every = int(positive("sync_every", sync_every, "Set the optimizer steps between two averages."))
         if start_local_step < 0:
-            raise ValueError(f"start_local_step={start_local_step} is not a step. Use 0 to train apart from the start.")
+            raise ValueError(f"start_local_step={start_local_step} is negative. Use 0 for local steps from the start.")
         if not 0 <= outer_momentum < 1:
             raise ValueError(f"outer_momentum={outer_momentum} is not in [0, 1). DiLoCo uses 0.9, plain averaging 0.")
         if outer_compression is not None:
@@ -107,8 +107,8 @@ class LocalSGDAxis(ParallelAxis):
         refuse_callbacks(
             trainer,
             (StochasticWeightAveraging, WeightAveraging),
-            "averages the weights of every island by itself, and nothing would bring those averages together. Remove"
-            f" the callback, or use {self.context.name}(outer_parallel_size=1).",
+            "averages the weights of each island separately, and these averages would never be combined. Remove the"
+            f" callback, or use {self.context.name}(outer_parallel_size=1).",
         )
 
     @override
@@ -341,8 +341,8 @@ class LocalSGDAxis(ParallelAxis):
             text += f"; differences sent as {self.outer_compression}"
         if self.fragments > 1 or self.fragment_sync_delay:
             text += (
-                f"; {self.fragments} fragments in turns, each {self.fragment_sync_delay} steps on its way, keeping"
-                f" {self.fragment_mixing:g} of an island's own weights"
+                f"; {self.fragments} fragments in turns, each averaged with a delay of {self.fragment_sync_delay}"
+                f" steps, keeping {self.fragment_mixing:g} of an island's own weights"
             )
         if self.start_local_step:
             text += f"; gradients averaged in every step before step {self.start_local_step}"
@@ -370,15 +370,15 @@ def _check_fragments(sync_every: SyncEvery, fragments: int, delay: int, mixing: 
         )
     if isinstance(sync_every, int) and (fragments > sync_every or delay >= sync_every):
         raise ValueError(
-            f"sync_every={sync_every} steps leave no turn for fragments={fragments} with fragment_sync_delay={delay}."
-            " Use at most as many fragments as steps, and a delay below."
+            f"sync_every={sync_every} steps are too few for fragments={fragments} with fragment_sync_delay={delay}."
+            " Use at most sync_every fragments, and a delay below sync_every."
         )
     if sync_every == "epoch" and (fragments > 1 or delay):
-        raise ValueError("Fragments meet in turns after steps. Set sync_every to a number of steps.")
+        raise ValueError("Fragments are averaged in turns, every few steps. Set sync_every to a number of steps.")
     if mixing and not delay:
         raise ValueError(
-            f"fragment_mixing={mixing} keeps what an island has learned while a fragment was on its way, and"
-            " fragment_sync_delay=0 leaves no such time. Set a delay, or leave it out."
+            f"fragment_mixing={mixing} keeps a share of what an island learned while a fragment was being averaged,"
+            " and fragment_sync_delay=0 leaves no such time. Set a delay, or leave fragment_mixing out."
         )
 
 

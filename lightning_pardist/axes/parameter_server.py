@@ -79,9 +79,9 @@ class ParameterServerAxis(ParallelAxis):
         lost_workers: LostWorkers = "end",
     ) -> None:
         if max_staleness:
-            max_staleness = int(positive("max_staleness", max_staleness, "Use updates, 0 for the synchronous form."))
+            max_staleness = int(positive("max_staleness", max_staleness, "Use 0 (synchronous) or a number of updates."))
         if num_servers is not None:
-            num_servers = int(positive("num_servers", num_servers, "Use the ranks that serve, None for all."))
+            num_servers = int(positive("num_servers", num_servers, "Set how many ranks serve, or None for all."))
         self.max_staleness, self.num_servers = max_staleness, num_servers
         self.ranks_apart = self.dedicated_servers = dedicated_servers
         self.in_lockstep = max_staleness == 0
@@ -143,11 +143,11 @@ class ParameterServerAxis(ParallelAxis):
         refuse_callbacks(
             trainer,
             (StochasticWeightAveraging, WeightAveraging),
-            f"writes averages into the parameters, which servers of {name} would not know of, or makes them of values"
-            " that differ between workers. Remove the callback, or use pardist_ps without dedicated_servers.",
+            f"either writes averages into the parameters without the servers of {name}, or averages values that"
+            " differ between workers. Remove the callback, or use pardist_ps without dedicated_servers.",
         )
         refuse_renormalized(
-            trainer.lightning_module, name, fix="leave rows as they come, or use pardist_ps without dedicated_servers"
+            trainer.lightning_module, name, fix="leave the rows unscaled, or use pardist_ps without dedicated_servers"
         )
         if self.workers_apart:
             _refuse_times(trainer, name)
@@ -194,9 +194,9 @@ class ParameterServerAxis(ParallelAxis):
     def start_training(self) -> None:
         if self._worker is not None:
             raise RuntimeError(
-                f"Training began a second time in one fit, as a LearningRateFinder or BatchSizeFinder has it, and"
-                f" servers of {self.context.name} go on from the first. Search under pardist_ddp, and set what was"
-                " found."
+                "Training started a second time in one fit, as with LearningRateFinder or BatchSizeFinder, but the"
+                f" servers of {self.context.name} continue from the first. Run the search under pardist_ddp, and set"
+                " the value that it found."
             )
         self._worker = Worker(
             self._updates,
@@ -383,7 +383,10 @@ class ParameterServerAxis(ParallelAxis):
         if (histogram := worker.histogram()) and not self.in_lockstep:
             total = sum(histogram.values())
             shares = ", ".join(f"{stale}: {count / total:.1%}" for stale, count in sorted(histogram.items()))
-            rank_zero_info(f"Staleness of {total} updates of the first server, in updates by others: {shares}.")
+            rank_zero_info(
+                f"Staleness of {total} updates of the first server, as the number of updates by others in between:"
+                f" {shares}."
+            )
 
 
 def _refuse_times(trainer: pl.Trainer, name: str) -> None:
@@ -398,8 +401,8 @@ def _refuse_times(trainer: pl.Trainer, name: str) -> None:
             what = "duration (Trainer(max_time=...) sets it)"
         if what:
             raise ValueError(
-                f"{type(callback).__name__} with a {what} decides by the time, and workers of {name} with lost_workers"
-                " each decide for themselves: they would not do so at the same step. Count steps or epochs"
+                f"{type(callback).__name__} with a {what} acts by wall-clock time, which each worker of {name} with"
+                " lost_workers measures by itself: workers would act at different steps. Count steps or epochs"
                 " (every_n_train_steps, max_steps), or set lost_workers='end'."
             )
 
@@ -415,9 +418,9 @@ def _refuse_own_monitors(trainer: pl.Trainer, name: str) -> None:
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str) and monitor in trainer.callback_metrics and monitor not in known:
             raise RuntimeError(
-                f"{type(callback).__name__}(monitor={monitor!r}) decides by a value that is logged in training, of"
-                f" which each worker of {name} with lost_workers has its own. Monitor one that validation logs, or set"
-                " lost_workers='end'."
+                f"{type(callback).__name__}(monitor={monitor!r}) decides by a value that is logged in training,"
+                f" which differs between the workers of {name} with lost_workers. Monitor a value that validation"
+                " logs, or set lost_workers='end'."
             )
 
 
@@ -432,7 +435,7 @@ def _refuse_shared(optimizers: Sequence[Optimizer], name: str) -> None:
         for other, others in zip(optimizers[:index], lists, strict=False):
             if shared := params & others:
                 raise ValueError(
-                    f"{len(shared)} parameters are in {type(other).__name__} and in {type(one).__name__} alike, and"
-                    f" servers of {name} have them for one optimizer each. Put each into one optimizer, or use"
-                    " pardist_ps."
+                    f"{len(shared)} parameters are in both {type(other).__name__} and {type(one).__name__}, but"
+                    f" servers of {name} keep each parameter for one optimizer only. Put each into one optimizer, or"
+                    " use pardist_ps."
                 )

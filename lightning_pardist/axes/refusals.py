@@ -29,8 +29,8 @@ def refuse_renormalized(module: nn.Module, where: str, *, fix: str = "") -> None
             continue
         if layer.weight.requires_grad:
             raise ValueError(
-                f"{name!r} has max_norm={layer.max_norm}, so that its forward changes the rows that one rank's samples"
-                f" use: under {where} ranks would come to differ. Set max_norm=None, and"
+                f"{name!r} has max_norm={layer.max_norm}, so its forward rescales the rows that a rank's own samples"
+                f" use: under {where} the ranks' weights would drift apart. Set max_norm=None, and"
                 f" {fix or 'rescale the rows in on_train_batch_start (torch.renorm)'}."
             )
 
@@ -50,9 +50,10 @@ def refuse_left_out(module: nn.Module, where: str) -> None:
     # Frozen parameters, masks and counters are equal on all ranks; users list them where DDP's broadcast fails.
     if names := [name for name in left_out_by_torch_ddp(module) if name in apart]:
         raise ValueError(
-            f"_ddp_params_and_buffers_to_ignore keeps {names[0]!r} ({len(names)} in all) apart on each rank, and"
-            f" {where} keeps all parameters and buffers alike. Remove the attribute if they may be, hold such tensors"
-            " outside of the module's parameters and buffers, or use Lightning's 'ddp'."
+            f"_ddp_params_and_buffers_to_ignore leaves {names[0]!r} ({len(names)} in all) unsynchronized between"
+            f" ranks, but {where} keeps all parameters and buffers equal on all ranks. Remove the attribute if they"
+            " may be equal, keep such tensors outside of the module's parameters and buffers, or use Lightning's"
+            " 'ddp'."
         )
 
 
@@ -69,8 +70,8 @@ def refuse_lazy(module: nn.Module, where: str) -> None:
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(value):
             raise ValueError(
-                f"{name!r} has no shape before the module's first call, and {where} gives ranks their parts of"
-                " parameters, and the same values, before training. Call the module once in configure_model, under"
+                f"{name!r} has no shape before the module's first call, but {where} gives ranks their shards and"
+                " equal values of parameters before training. Call the module once in configure_model, under"
                 " torch.no_grad() with a tensor of the inputs' shape."
             )
 
@@ -112,5 +113,5 @@ def refuse_averages_in_shards(trainer: pl.Trainer, context: RunContext) -> None:
         ValueError: If the Trainer has such a callback.
     """
     if context.sharded_checkpoints:
-        why = 'puts two models into a checkpoint, of which checkpoint="sharded" knows one. Use checkpoint="full".'
+        why = 'puts two models into a checkpoint, but checkpoint="sharded" supports only one. Use checkpoint="full".'
         refuse_callbacks(trainer, WeightAveraging, why)

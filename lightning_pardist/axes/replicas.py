@@ -129,14 +129,14 @@ class ReplicaAxis(ParallelAxis):
         if not rules.is_explained or rules.unexplained:
             what = ", ".join(rules.unexplained) or "its loss"
             raise CannotPipelineError(
-                f"What {name} makes of the parts of a batch does not go together to what it makes of the batch:"
+                f"The values that {name} computes for parts of a batch do not combine to those for the batch:"
                 f" {what}. Log means or sums over samples, or keep metrics in attributes of the module.",
                 ("pardist_ddp",),
             )
         if rules.untried:
             rank_zero_warn(
-                f"{name} could not be tried on a whole batch in evaluation mode ({rules.untried}), so it is not known"
-                " how the numbers of replicas go together: means are taken, weighed as the loss is."
+                f"{name} could not be tried on a whole batch in evaluation mode ({rules.untried}), so it is not"
+                " known how the values of replicas combine: their means are taken, weighted as the loss is."
             )
         if rules.mixing is not None:
             rank_zero_warn(mixed_samples(module, rules.mixing, "replica"))
@@ -278,15 +278,15 @@ def _why_not(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return "takes dataloader_iter in training_step, and each batch has to be cut"
     if converts(layer_sync(trainer.strategy), module):  # type: ignore[arg-type]
-        return "is to have sync_batchnorm=True, and threads exchange no statistics"
+        return "is to run with sync_batchnorm=True, but threads exchange no statistics"
     for name, each in module.named_modules():
         if isinstance(each, torch.jit.ScriptModule):
             return f"has {name!r}, a {type(each).__name__} of TorchScript, which cannot be replicated"
         for method in ("forward", "training_step"):
             if not isinstance(each.__dict__.get(method), (MethodType, NoneType)):
                 return (
-                    f"has {name or 'itself'!r}, whose {method} has been replaced by a function (torch.compile does so),"
-                    " and nobody can tell which module that is bound to"
+                    f"has {name or 'itself'!r}, whose {method} has been replaced by a function (torch.compile does"
+                    " so), and it is not known which module this function is bound to"
                 )
         if any(map(is_lazy, each.parameters(recurse=False))):
             return f"has {name!r}, whose parameters do not exist before its first call. Call it once in configure_model"

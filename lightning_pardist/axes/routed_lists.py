@@ -58,8 +58,8 @@ def _callers_of(layers: Sequence[ExpertLayer], module: nn.Module) -> list[str]:
     for layer in layers:
         if layer.outside or not layer.runner:
             raise ValueError(
-                f"The experts {layer.name!r} are called by {type(module).__name__} itself, as tokens ask for them, and"
-                " ranks of a pipeline's stage could not gather their shards together. Call them in the forward of a"
-                " module of their own, or use data_parallel='zero2'."
+                f"The experts {layer.name!r} are called by {type(module).__name__} itself, depending on the routing"
+                " of tokens, so the ranks of a pipeline stage could not all-gather their shards together. Call them"
+                " in the forward of a module of their own, or use data_parallel='zero2'."
             )
     return list(dict.fromkeys(layer.runner for layer in layers))

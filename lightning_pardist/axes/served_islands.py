@@ -71,7 +71,7 @@ class ServedIslandsAxis(ParallelAxis):
                 " job its own number."
             )
         self.island, self.islands = island, islands
-        self.sync_every = int(positive("sync_every", sync_every, "Use the optimizer steps between two meetings."))
+        self.sync_every = int(positive("sync_every", sync_every, "Set the optimizer steps between two meetings."))
         if not 0 <= outer_momentum < 1:
             raise ValueError(f"outer_momentum={outer_momentum} is not in [0, 1). DiLoCo uses 0.9, plain averaging 0.")
         self.outer_lr = positive("outer_lr", outer_lr, "DiLoCo uses 0.7, plain averaging 1.")
@@ -100,13 +100,13 @@ class ServedIslandsAxis(ParallelAxis):
         refuse_callbacks(
             trainer,
             (StochasticWeightAveraging, WeightAveraging),
-            "averages the weights of this island by itself, and nothing would bring those averages together. Remove the"
-            " callback.",
+            "averages the weights of this island only, and these averages would never be combined with other"
+            " islands'. Remove the callback.",
         )
         refuse_callbacks(
             trainer,
             (LearningRateFinder, BatchSizeFinder),
-            "trains for trial, and other islands would take part. Run it without outer_server.",
+            "runs trial training, in which other islands would take part. Run it without outer_server.",
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class ServedIslandsAxis(ParallelAxis):
         self._take(self._agreed(found))
         if self._client.generation:
             rank_zero_info(
-                f"Island {self.island} goes on with the weights that {self.islands} islands at most have after"
+                f"Island {self.island} continues from the weights that at most {self.islands} islands share after"
                 f" {self._client.generation} outer steps."
             )
 
@@ -181,8 +181,8 @@ class ServedIslandsAxis(ParallelAxis):
         found = client.meet(self._anchor - self._flat())
         if not found.islands:
             rank_zero_warn(
-                f"Island {self.island} came to its meeting after the others' outer step, which was made without it: its"
-                " last steps do not count. A longer `pardist outer-server --timeout` waits for slower islands."
+                f"Island {self.island} reached its meeting after the others' outer step, which was made without it:"
+                " its last steps do not count. A longer `pardist outer-server --timeout` waits for slower islands."
             )
         self._take(self._agreed(found))
 
@@ -205,8 +205,8 @@ class ServedIslandsAxis(ParallelAxis):
                 return found.values
             found = client.fetch()
         raise RuntimeError(
-            f"Ranks of island {self.island} were given weights of different outer steps {_TRIES} times: other islands"
-            " meet faster than these ranks can talk to the server. Use a larger sync_every."
+            f"Ranks of island {self.island} received weights of different outer steps {_TRIES} times: other islands"
+            " meet faster than these ranks can reach the server. Use a larger sync_every."
         )
 
     # --- weights ------------------------------------------------------------------------------------------------
@@ -300,8 +300,8 @@ def _island_of_environment() -> int:
     found = given_island()
     if not found.isdigit():
         raise ValueError(
-            f"outer_server is set, and which island this job is, is not: {ISLAND_VARIABLE}={found!r}. Set island, or"
-            f" {ISLAND_VARIABLE}, to a number from 0."
+            f"outer_server is set, but the number of this job's island is not: {ISLAND_VARIABLE}={found!r}. Set"
+            f" island, or {ISLAND_VARIABLE}, to a number from 0."
         )
     return int(found)
 

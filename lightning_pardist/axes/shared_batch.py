@@ -50,7 +50,7 @@ class SharedBatchAxis(ParallelAxis):
     @override
     def why_not_compiled(self, whole_step: bool) -> str:
         return (
-            "computes on split tensors, whose operators are taken apart one by one in Python: a compiler would trace"
+            "computes on split tensors, whose operators are handled one by one in Python: a compiler would trace"
             " through that. Leave compile out, or use pardist_zero3"
         )
 

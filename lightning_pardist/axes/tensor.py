@@ -112,8 +112,8 @@ class TensorAxis(SharedBatchAxis):
             )
         if module is not None and on_meta(module) and self.context.dims.pipeline_parallel > 1:
             raise ValueError(
-                f"{type(module).__name__} was built on the meta device, and {name} creates its values either stage by"
-                " stage or layer by layer. Build it with values, or set pipeline_parallel_size=1."
+                f"{type(module).__name__} was built on the meta device, and {name} initializes a module either stage"
+                " by stage or layer by layer, not both. Build it with values, or set pipeline_parallel_size=1."
             )
         if self.runtime is not None and not self.context.data_axis.broadcasts:
             # The module is still split after a run that failed on every rank: this run starts from full parameters.

@@ -78,8 +78,8 @@ class ZeroAxis(DataParallelAxis):
         self.codes.check(self.context)
         if self.codes.gather is not None and self.context.dims.outer_parallel > 1:
             raise ValueError(
-                f"gather={self.codes.gather!r} leaves each rank exact values of its slice only, and islands average"
-                " those that it computes with. Use outer_compression, or data_parallel='zero3'."
+                f"With gather={self.codes.gather!r} each rank has exact values of its own slice only, but islands"
+                " average the values that it computes with. Use outer_compression, or data_parallel='zero3'."
             )
 
     @override

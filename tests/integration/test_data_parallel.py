@@ -276,7 +276,7 @@ def test_what_is_refused_by_name():
         quiet_trainer(strategy="pardist_dp", devices=2).fit(Gan(), DataLoader(Gan.dataset(8), batch_size=4))
     normalized = Logging()
     normalized.norm = nn.BatchNorm1d(4)
-    with pytest.raises(ValueError, match="sync_batchnorm=True, and threads exchange no statistics"):
+    with pytest.raises(ValueError, match="sync_batchnorm=True, but threads exchange no statistics"):
         quiet_trainer(strategy="pardist_dp", devices=2, sync_batchnorm=True).fit(normalized, loader)
     quiet_trainer(strategy="pardist_dp", devices=2, sync_batchnorm=True).fit(Logging(), loader)
     with pytest.raises(ValueError, match=r"calls accuracy.compute\(\)"):

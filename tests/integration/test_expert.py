@@ -380,7 +380,7 @@ def _refused(strategy, devices=2, module=Mixture, **kwargs):
         (
             functools.partial(ExpertParallelStrategy, experts=["*.experts", "head"]),
             Mixture,
-            "by the name 'head' the first batch calls no list",
+            "for 'head', the first batch calls no list",
         ),
         (
             functools.partial(ExpertParallelStrategy, data_parallel="zero3", data_settings={"offload": "cpu"}),

@@ -386,7 +386,7 @@ def test_validation_and_checkpoints_see_the_mean(tmp_path):
 
 
 def _refused():
-    with pytest.raises(ValueError, match="EMAWeightAveraging averages the weights of every island"):
+    with pytest.raises(ValueError, match="EMAWeightAveraging averages the weights of each island"):
         quiet_trainer(strategy="pardist_local_sgd", devices=2, callbacks=[pl.callbacks.EMAWeightAveraging()]).fit(
             _build("sgd"), DataLoader(_dataset(), batch_size=6)
         )

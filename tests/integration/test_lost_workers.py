@@ -109,7 +109,7 @@ def test_without_a_loss_nothing_is_different(tmp_path):
         ("server", 3, 1, "Rank 3"),
         ("raise", 1, 1, "the user's own mistake"),
         ("early", 1, 1, "was killed by SIGKILL"),
-        ("monitor", -1, 1, "Monitor one that validation logs"),
+        ("monitor", -1, 1, "Monitor a value that validation logs"),
         ("uneven", -1, 1, "Workers have 20, 19, 18 batches in an epoch"),
         ("kill", 0, -9, ""),
     ],
@@ -157,7 +157,7 @@ def test_callbacks_that_decide_by_the_time_are_refused(callback, message, tmp_pa
     PardistStrategy(axes=[DDPAxis(), axis])
     trainer = quiet_trainer(callbacks=[callback], enable_checkpointing=True, default_root_dir=tmp_path)
     trainer.strategy.connect(pl.LightningModule())
-    with pytest.raises(ValueError, match=f"{message}.*decides by the time"):
+    with pytest.raises(ValueError, match=f"{message}.*acts by wall-clock time"):
         axis.check(trainer)
 
 

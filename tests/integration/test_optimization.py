@@ -608,7 +608,7 @@ REFUSED = {
         ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "'table' has max_norm"
     ),
     "left_out": dict.fromkeys(
-        ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "ignore keeps 'second.bias' \\(1 in all"
+        ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "ignore leaves 'second.bias' \\(1 in all"
     ),
     "lazy_uncalled": dict.fromkeys(
         ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "'second.weight' has no shape before"

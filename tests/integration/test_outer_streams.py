@@ -330,7 +330,7 @@ def test_hybrid_takes_islands():
     ("settings", "said"),
     [
         ({"fragments": 0}, "use 1 fragment or more"),
-        ({"fragments": 5, "sync_every": 4}, "leave no turn for fragments=5"),
+        ({"fragments": 5, "sync_every": 4}, "are too few for fragments=5"),
         ({"fragment_sync_delay": 4, "sync_every": 4}, "a delay below"),
         ({"fragments": 2, "sync_every": "epoch"}, "Set sync_every to a number of steps"),
         ({"fragment_mixing": 0.5}, "Set a delay"),

@@ -322,9 +322,9 @@ def test_refusals_reach_every_rank():
         ({"schedule": "2f2b"}, "schedule='2f2b' is unknown"),
         ({"chunks_per_rank": 2}, "runs one stage a rank, not 2"),
         ({"num_microbatches": 0}, "num_microbatches=0 is not positive"),
-        ({"schedule": "mp", "num_microbatches": 4}, "takes no micro-batches"),
+        ({"schedule": "mp", "num_microbatches": 4}, "makes no micro-batches"),
         ({"reads": "maybe"}, "reads='maybe' is unknown"),
-        ({"data_parallel": "zero3", "schedule": "interleaved_zb"}, "would gather a stage a third time"),
+        ({"data_parallel": "zero3", "schedule": "interleaved_zb"}, "would all-gather a stage a third time"),
         ({"message_timeout_s": 0}, "message_timeout_s=0 is not positive"),
     ],
 )

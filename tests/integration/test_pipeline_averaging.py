@@ -160,7 +160,7 @@ def _refused(kind, settings):
 @pytest.mark.parametrize(
     ("callback", "settings", "pattern"),
     [
-        (StochasticWeightAveraging(1e-2), {}, "StochasticWeightAveraging renews batch norm statistics"),
+        (StochasticWeightAveraging(1e-2), {}, "StochasticWeightAveraging recomputes batch norm statistics"),
         (WeightAveraging(), {"checkpoint": "sharded"}, "puts two models into a checkpoint"),
     ],
 )

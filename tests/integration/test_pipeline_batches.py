@@ -217,7 +217,7 @@ def test_what_is_derived_from_a_loss():
         spread = got.pop("spread"), want.get("spread")
         assert spread[0] != spread[1]
         assert_close(got, {name: value for name, value in want.items() if name != "spread"})
-        heard.append(any("'spread'" in each and "does not go together" in each for each in warned))
+        heard.append(any("'spread'" in each and "do not combine" in each for each in warned))
         assert said[1:] == text
     assert heard[0]
     want, *_ = _fit(Noisy, _pairs())

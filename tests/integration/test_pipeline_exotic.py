@@ -380,7 +380,7 @@ def test_gradients_that_a_step_computes_with_are_refused(kind, pattern, strategy
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), [(CopiesInStep, "teacher.0.weight"), (SetBySamples, "shift")])
 def test_parameters_that_a_step_sets_by_others(kind, name):
-    with pytest.raises(RankFailed, match=f"training_step sets the values of '{name}' by those of other parameters"):
+    with pytest.raises(RankFailed, match=f"training_step computes the values of '{name}' from other parameters"):
         run_ranks(2, _fit, kind, "pardist_pp", 2)
 
 

@@ -67,4 +67,6 @@ def test_values_of_a_step_are_those_of_its_batch(running):
             for name in one
         )
         assert len(said) == int(running and rank == 0)
-        assert not said or "training_step gives samples to last, which makes something else of micro-batches" in said[0]
+        assert (
+            not said or "training_step gives samples to last, and updates with one micro-batch after another" in said[0]
+        )

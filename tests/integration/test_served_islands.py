@@ -130,7 +130,7 @@ def test_an_island_trains_on_its_share_and_evaluates_on_everything(server, jobs,
 
 def _search(address):
     trainer = quiet_trainer(strategy=_strategy(address, 0, "ddp", {}), devices=1)
-    with pytest.raises(ValueError, match="trains for trial, and other islands would take part"):
+    with pytest.raises(ValueError, match="runs trial training, in which other islands would take part"):
         Tuner(trainer).lr_find(islands.Regressor(), Data(islands._dataset()))
 
 

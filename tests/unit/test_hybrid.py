@@ -42,11 +42,11 @@ def test_the_data_axis_takes_what_the_others_leave():
                 "data_parallel": "zero3",
                 "pipeline_settings": {"schedule": "zbv", "chunks_per_rank": 2},
             },
-            "schedule='zbv' with data_parallel='zero3' would gather a stage a third time",
+            "schedule='zbv' with data_parallel='zero3' would all-gather a stage a third time",
         ),
         (
             {"pipeline_parallel_size": 2, "data_parallel": "zero3", "data_settings": {"allow_divergent_forward": True}},
-            "allow_divergent_forward=True is not for data_parallel='zero3' under a pipeline",
+            "allow_divergent_forward=True is not available with data_parallel='zero3' in a pipeline",
         ),
         ({"data_shard_size": 2}, "data_shard_size=2 is for data_parallel='zero3', not 'ddp'"),
         ({"data_parallel": "zero4"}, "data_parallel='zero4' is unknown"),

@@ -221,8 +221,8 @@ class PipelineAxis(ParallelAxis):
         self._is_whole = recorded.microbatching is not None and recorded.microbatching.is_whole
         if recorded.owners is not None and (joint := self.context.in_one_piece):
             raise CannotPipelineError(
-                f"{next(iter(recorded.unstaged.values()))} So there are no fixed stages, and ranks that run"
-                f" {joint[0]!r} together would not come to it in one order.",
+                f"{next(iter(recorded.unstaged.values()))} So there are no fixed stages, and the ranks that run"
+                f" {joint[0]!r} together would reach it in different orders.",
                 ("pardist_ep_zero3",),
             )
         self._plans, self._rules, self._unstaged = recorded.plans, recorded.rules, recorded.unstaged
@@ -242,8 +242,8 @@ class PipelineAxis(ParallelAxis):
     @override
     def why_not_compiled(self, whole_step: bool) -> str:
         return (
-            "runs a step in pieces on each stage, with tensors without values in the place of what others compute:"
-            " torch compiles nothing there. Leave compile out, or use pardist_zero3"
+            "runs a step in pieces on each stage, with placeholders for the results of other stages: torch compiles"
+            " nothing there. Leave compile out, or use pardist_zero3"
         )
 
     @property
@@ -307,8 +307,8 @@ class PipelineAxis(ParallelAxis):
             rank_zero_warn(_unstaged_warning(name, reason))
         if (made := recorded.microbatching) is not None and made.is_whole:
             rank_zero_warn(
-                f"Every batch is one micro-batch, so stages wait for each other: smaller ones {made.why}."
-                " num_microbatches makes them all the same."
+                f"Every batch is one micro-batch, so stages wait for each other: smaller micro-batches {made.why}."
+                " Set num_microbatches to split batches all the same."
             )
         self._batch_norms = self._watched_batch_norms(recorded)
         if recorded.draws:
@@ -319,30 +319,31 @@ class PipelineAxis(ParallelAxis):
                 rank_zero_warn(text)
         if (buffers := recorded.placing.trace.sample_buffers) and self._options(recorded).num_microbatches > 1:
             rank_zero_warn(
-                f"Buffers that follow the samples of a batch ({', '.join(sorted(buffers))}) change once for every"
-                " micro-batch, by its samples alone, where one process changes them once a step. pardist_mp, which"
-                " makes no micro-batches, does as one process does."
+                f"Buffers that depend on the samples of a batch ({', '.join(sorted(buffers))}) are updated once for"
+                " every micro-batch, from its samples alone; a single process updates them once a step. pardist_mp,"
+                " which makes no micro-batches, gives the results of a single process."
             )
         for (name, _), rules in self._rules.items():
             coupled = f" ({recorded.loss.coupled or rules.orders})" if recorded.loss.coupled or rules.orders else ""
             if not rules.is_explained:
                 rank_zero_warn(
-                    f"The loss of {name} for a batch is neither the mean nor the sum of its losses for micro-batches:"
-                    f" it compares samples of a batch{coupled}, or weighs them. Training goes by micro-batches, each"
-                    " weighed by what it counts. If it should be weighed otherwise, set loss_weight."
+                    f"The loss of {name} for a batch is neither the mean nor the sum of the losses of its"
+                    f" micro-batches: it compares samples of a batch{coupled}, or weights them. Training uses the"
+                    " losses of micro-batches, each weighted by what it averages over (its samples or tokens, for"
+                    " example). To weight them otherwise, set loss_weight."
                 )
             if rules.unexplained:
                 rank_zero_warn(
-                    f"{name} logs or writes to {', '.join(rules.unexplained)}, and what it does so for micro-batches"
-                    " does not go together to what it would for the batch: their mean is taken. pardist_mp, which makes"
-                    " no micro-batches, does as one process does."
+                    f"{name} logs or writes to {', '.join(rules.unexplained)}, and the values for micro-batches do"
+                    " not combine to the value for the batch: their mean is taken. pardist_mp, which makes no"
+                    " micro-batches, gives the results of a single process."
                 )
             if rules.metrics:
                 rank_zero_warn(
-                    f"{name} gives samples to {', '.join(rules.metrics)}, which makes something else of micro-batches"
-                    " one after the other than of the batch, as what counts calls does (torchmetrics.wrappers.Running):"
-                    " its values are not those of one process. pardist_mp, which makes no micro-batches, does as one"
-                    " process does."
+                    f"{name} gives samples to {', '.join(rules.metrics)}, and updates with one micro-batch after"
+                    " another do not add up to one update with the batch, as in metrics that count calls"
+                    " (torchmetrics.wrappers.Running): the values differ from those of a single process."
+                    " pardist_mp, which makes no micro-batches, gives the results of a single process."
                 )
             if rules.mixing is not None:
                 rank_zero_warn(mixed_samples(self._trainer.lightning_module, rules.mixing, "micro-batch"))
@@ -351,7 +352,8 @@ class PipelineAxis(ParallelAxis):
             if rules.untried:
                 rank_zero_warn(
                     f"{name} could not be tried on a whole batch in evaluation mode ({rules.untried}), so it is not"
-                    " known how the numbers of micro-batches go together: means are taken, weighed as the loss is."
+                    " known how the values of micro-batches combine: their means are taken, weighted as the loss"
+                    " is."
                 )
         explained = all(rules.is_explained for rules in self._rules.values())
         if recorded.loss.coupled and explained and self.context.loss_group.size() > 1:
@@ -419,8 +421,8 @@ class PipelineAxis(ParallelAxis):
                 result = step(batch, *rest)
             if contains_stub(result):
                 raise CannotPipelineError(
-                    f"{key[0]} computes what it returns from a parameter that another rank holds, and that it did not"
-                    " read outside of its layer when it was recorded."
+                    f"{key[0]} returns a value computed from a parameter that another rank holds. When the step was"
+                    " recorded, it did not read this parameter outside of its layer."
                 )
             return result
         if stage != RunningStage.TRAINING:
@@ -438,9 +440,9 @@ class PipelineAxis(ParallelAxis):
             done = self._train(engine, run, batch)
         if engine.forwards_first and not first:
             rank_zero_warn(
-                f"The loss of {key[0]} has several counts, other than in its first batch, and this step has been"
-                " weighed by one of them. From the next on all forwards come before the backwards, which takes more"
-                " memory; loss_weight='tokens' or 'samples' weighs it by one count always."
+                f"The loss of {key[0]} has several counts, unlike in its first batch, and this step was weighted by"
+                " one of them. From the next step on, all forwards run before the backwards, which takes more"
+                " memory; loss_weight='tokens' or 'samples' always weights it by one count."
             )
         if alike and not engine.losses_alike:
             rank_zero_warn(unlike_losses(self._trainer.lightning_module))

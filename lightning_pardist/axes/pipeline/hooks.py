@@ -34,22 +34,24 @@ def told_of_hooks(module: pl.LightningModule, units: Collection[str], num_microb
     ]
     if crossing:
         yield (
-            f"Full backward hooks of {', '.join(crossing)} run only where input and output are of one stage, and what"
-            " they return is lost elsewhere. Put them on modules inside, or hooks on tensors."
+            f"Full backward hooks of {', '.join(crossing)} run only where input and output are on the same stage;"
+            " what they return is lost for other stages. Register them on submodules within a stage, or use hooks"
+            " on tensors."
         )
     hooked = [name for name, param in module.named_parameters() if gradient_hooks_of(param)]
     if hooked and num_microbatches > 1:
         yield (
-            f"Hooks on the gradients of {', '.join(hooked)} run for each of {num_microbatches} micro-batches: what is"
-            " not linear in them (clipping by value) is other than of the batch. pardist_mp makes no micro-batches."
+            f"Hooks on the gradients of {', '.join(hooked)} run for each of {num_microbatches} micro-batches: a hook"
+            " that is not linear (clipping by value) has a different result than for the whole batch. pardist_mp"
+            " makes no micro-batches."
         )
     by_hand = [name for name in _ON_GRADIENTS if is_overridden(name, module, pl.LightningModule)]
     by_hand += [name for name in _AROUND_UPDATES if _reads(getattr(module, name), "grad")]
     if by_hand:
         yield (
-            f"In {', '.join(by_hand)} of {type(module).__name__} the gradients of parameters of other stages are None:"
-            " what is computed of them by hand is of this stage alone. Lightning's grad_norm and torch's clipping"
-            " functions count those of all stages."
+            f"In {', '.join(by_hand)} of {type(module).__name__} the gradients of parameters of other stages are"
+            " None: what the module itself computes from gradients there covers this stage only. Lightning's"
+            " grad_norm and torch's clipping functions cover all stages."
         )
 
 

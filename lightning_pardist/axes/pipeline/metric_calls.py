@@ -116,8 +116,8 @@ class NumberCalls:
         def compute(*args: Any, **kwargs: Any) -> Any:
             if not self._inside:
                 raise ValueError(
-                    f"training_step calls {name}.compute(), of which a replica knows its own samples only. Give the"
-                    " metric itself to self.log, or compute it in on_train_epoch_end."
+                    f"training_step calls {name}.compute(), which on a replica covers only the replica's own"
+                    " samples. Give the metric itself to self.log, or compute it in on_train_epoch_end."
                 )
             return call(*args, **kwargs)
 

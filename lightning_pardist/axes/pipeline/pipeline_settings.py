@@ -55,7 +55,7 @@ class PipelineSettings:
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("reads", self.reads, get_args(ReadPolicy))
         positive("chunks_per_rank", self.chunks_per_rank, "Use 1 or more.")
-        positive("message_timeout_s", self.message_timeout_s, "Use the seconds that a message may take.")
+        positive("message_timeout_s", self.message_timeout_s, "Set the seconds that a message may take.")
         stage_ranks(self.schedule, 2, self.chunks_per_rank)
         for name in ("num_microbatches", "eval_batches_in_flight"):
             if (number := getattr(self, name)) is not None:
@@ -64,8 +64,8 @@ class PipelineSettings:
             raise ValueError("batch_dim and split_batch both say how a batch is cut. Leave one of them out.")
         if self.schedule == "mp" and self.num_microbatches not in (None, 1):
             raise ValueError(
-                f"schedule='mp' takes no micro-batches, not num_microbatches={self.num_microbatches}."
-                " Use schedule='1f1b', or leave num_microbatches out."
+                f"schedule='mp' makes no micro-batches, but num_microbatches={self.num_microbatches} is set. Use"
+                " schedule='1f1b', or leave num_microbatches out."
             )
 
     def check_data(self, data_parallel: str, data_settings: Mapping[str, Any]) -> None:
@@ -78,12 +78,13 @@ class PipelineSettings:
             return
         if self.schedule in SPLIT_BACKWARD:
             raise ValueError(
-                f"schedule={self.schedule!r} with data_parallel='zero3' would gather a stage a third time, for the half"
-                " of backward that it puts off. Use schedule='1f1b' or 'interleaved', or data_parallel='zero2'."
+                f"schedule={self.schedule!r} with data_parallel='zero3' would all-gather a stage a third time, for"
+                " the half of the backward pass that it defers. Use schedule='1f1b' or 'interleaved', or"
+                " data_parallel='zero2'."
             )
         for name in ("allow_divergent_forward", "tile_linear_above_mb"):
             if data_settings.get(name):
                 raise ValueError(
-                    f"{name}={data_settings[name]} is not for data_parallel='zero3' under a pipeline, whose schedule"
-                    " fixes what is gathered when. Leave it out, or set pipeline_parallel_size=1."
+                    f"{name}={data_settings[name]} is not available with data_parallel='zero3' in a pipeline, whose"
+                    " schedule fixes what is all-gathered and when. Leave it out, or set pipeline_parallel_size=1."
                 )

@@ -231,8 +231,8 @@ class StepRecorder:
                 written = [name for name, param in self.module.named_parameters() if param in set(kept.written)]
             if written:
                 raise CannotPipelineError(
-                    f"{STEPS[sample.stage]} changes the values of {written[0]!r}, which runs on parts of a batch side"
-                    " by side do several times. Change parameters in a hook."
+                    f"{STEPS[sample.stage]} changes the values of {written[0]!r}, and it runs several times at once,"
+                    " on parts of a batch. Change parameters in a hook."
                 )
             if loss is not None and loss.numel() == 1:
                 self._loss = LossMakeup.of(loss, tried.microbatch, tried.size, self.loss_weight)
@@ -295,8 +295,9 @@ class StepRecorder:
             name = next((".".join(each) for each in sorted(written) if f"{each[0]}.".startswith(f"{unit}.")), None)
             if len(ranks) > 1 and name is not None:
                 raise CannotPipelineError(
-                    f"training_step calls {unit!r} several times, in the stages of ranks {', '.join(map(str, ranks))},"
-                    f" and each call changes {name!r}: a rank would have the changes of its own calls alone.",
+                    f"training_step calls {unit!r} several times, in the stages of ranks"
+                    f" {', '.join(map(str, ranks))}, and each call changes {name!r}: a rank would have only the"
+                    " changes of its own calls.",
                     ("pardist_mp", *ALTERNATIVES),
                 )
 
@@ -551,9 +552,9 @@ class StepRecorder:
             self._loss = LossMakeup.of(loss, sample.microbatch, sample.size, self.loss_weight)
         if calls.found:
             raise CannotPipelineError(
-                f"{STEPS[sample.stage]} calls a collective by itself ({', '.join(dict.fromkeys(calls.found))}): in a"
-                " pipeline it runs stage by stage, and ranks come to that line as their stages do, or not at all. Call"
-                " it in a hook (on_train_batch_end), or log with sync_dist=True."
+                f"{STEPS[sample.stage]} calls a collective itself ({', '.join(dict.fromkeys(calls.found))}). In a"
+                " pipeline the step runs stage by stage, so ranks reach this call at different times, or not at"
+                " all. Call it in a hook (on_train_batch_end), or log with sync_dist=True."
             )
         if training:
             functions.refuse(recorded.unit_names)
@@ -574,8 +575,8 @@ class StepRecorder:
             one, two = (repr(each[index]) if index < len(each) else "no further layer" for each in (first, later))
             raise CannotPipelineError(
                 f"{STEPS[sample.stage]} does not call the same layers in every step: after {index} calls of layers,"
-                f" {one} in a first run, {two} in a second with batch_idx=1. Stages follow one order. Move what is done"
-                " once, or with some batches only, to a hook.",
+                f" a first run calls {one}, and a second run with batch_idx=1 calls {two}. Stages run in a fixed"
+                " order. Move what is done once, or with some batches only, to a hook.",
                 ("pardist_mp", *ALTERNATIVES),
             )
 
@@ -624,9 +625,9 @@ class StepRecorder:
             run(fresh_copy(sample.microbatch))
         if (name := self._differing(written, once)) is not None:
             raise CannotPipelineError(
-                f"{STEPS[sample.stage]} changes the values of {name!r}, and more of it each time that it runs; in a"
-                " pipeline it runs once for every micro-batch and stage. Change parameters in a hook, and only by"
-                " those of the same stage."
+                f"{STEPS[sample.stage]} changes the values of {name!r} again each time that it runs; in a pipeline"
+                " it runs once for every micro-batch and stage. Change parameters in a hook, and compute them only"
+                " from parameters of the same stage."
             )
         # Again, with all inputs shifted: parameters that are only read, and the samples.
         starts = dict(zip(written, begun, strict=True))
@@ -643,9 +644,9 @@ class StepRecorder:
             name = self._differing(list(changed), list(changed.values()))
         if name is not None:
             raise CannotPipelineError(
-                f"{STEPS[sample.stage]} sets the values of {name!r} by those of other parameters or of the samples; in"
-                " a pipeline each rank has the parameters of its own stages, and runs micro-batches. Set parameters in"
-                " a hook, and only by those of the same stage."
+                f"{STEPS[sample.stage]} computes the values of {name!r} from other parameters or from the samples;"
+                " in a pipeline each rank has only the parameters of its own stages, and runs micro-batches. Set"
+                " parameters in a hook, and compute them only from parameters of the same stage."
             )
 
     def _differing(self, written: Sequence[nn.Parameter], values: Sequence[Tensor]) -> str | None:
@@ -858,8 +859,9 @@ class StepRecorder:
                 getattr(module, name)(*([sample.batch, *rest] if name.endswith("batch_start") else []))
                 if versions != [version_of(parameter) for parameter in module.parameters()]:
                     raise CannotPipelineError(
-                        f"{type(module).__name__}.{STEPS[sample.stage]} fails without what hooks prepare, and {name}"
-                        " changes parameters, which a trial run may not. Change them in setup() or configure_model().",
+                        f"{type(module).__name__}.{STEPS[sample.stage]} needs its hooks to run first, and {name}"
+                        " changes parameters, which is not possible in a trial run. Change them in setup() or"
+                        " configure_model().",
                         (),
                     )
             module.__dict__.pop("log")

@@ -34,7 +34,9 @@ def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> No
     module = trainer.lightning_module
     name = type(module).__name__
     if is_compiled(module):
-        raise ValueError(f"{name} is compiled as a whole, which hides the modules to cut between. Pass it as it is.")
+        raise ValueError(
+            f"{name} is compiled as a whole, which hides the modules to cut between. Pass the uncompiled module."
+        )
     for step in dict.fromkeys(STEPS.values()):
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise ValueError(
@@ -45,23 +47,24 @@ def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> No
         return
     if schedule in SPLIT_BACKWARD and context.expert_ranks > 1:
         raise ValueError(
-            f"schedule={schedule!r} with expert_parallel_size={context.expert_ranks} would come to the"
-            " exchanges of experts a second time, in the half of backward that it puts off. Use schedule='1f1b',"
-            " 'gpipe' or 'interleaved'."
+            f"schedule={schedule!r} with expert_parallel_size={context.expert_ranks} would repeat the exchanges of"
+            " experts in the half of the backward pass that it defers. Use schedule='1f1b', 'gpipe' or"
+            " 'interleaved'."
         )
     if schedule != "mp" and (why := needs_owners(module)) is not None:
         raise ValueError(
-            f"{name} {why}: a pipeline interleaves the backward passes of all micro-batches, and cannot stop where the"
-            " step wants one. Use pardist_mp, which runs whole batches, one layer after the other, or pardist_ddp,"
-            " pardist_zero3 or pardist_tp."
+            f"{name} {why}: a pipeline interleaves the backward passes of all micro-batches, and cannot run one at"
+            " the point where the step calls for it. Use pardist_mp, which runs whole batches, one layer after the"
+            " other, or pardist_ddp, pardist_zero3 or pardist_tp."
         )
     refuse_pruning(trainer)
     if StochasticWeightAveraging.pl_module_contains_batch_norm(module):
         refuse_callbacks(
             trainer,
             StochasticWeightAveraging,
-            "renews batch norm statistics in an epoch without backward, which a pipeline's schedule cannot leave out."
-            " Use WeightAveraging or EMAWeightAveraging, or pardist_ddp, pardist_zero1 or pardist_zero2.",
+            "recomputes batch norm statistics in an epoch without backward, but a pipeline's schedule always"
+            " includes the backward. Use WeightAveraging or EMAWeightAveraging, or pardist_ddp, pardist_zero1 or"
+            " pardist_zero2.",
         )
     refuse_averages_in_shards(trainer, context)
 

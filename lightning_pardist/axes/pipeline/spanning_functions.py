@@ -79,7 +79,8 @@ class SpanningFunctions:
             if len(found) > 1:
                 raise CannotPipelineError(
                     f"{function}, a custom autograd function, calls {len(found)} layers ({', '.join(found[:3])},"
-                    " ...), and calls them again in its backward, which no rank can do that holds some of them only.",
+                    " ...), and calls them again in its backward. A rank that holds only some of them cannot do"
+                    " that.",
                 )
 
 

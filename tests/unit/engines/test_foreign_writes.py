@@ -134,7 +134,7 @@ def test_fingerprints_tell_bits_and_their_order(dtype):
 def test_a_parameter_of_two_optimizers_is_refused():
     param = nn.Parameter(torch.zeros(2))
     optimizers = [torch.optim.SGD([param], lr=1.0), torch.optim.Adam([param])]
-    with pytest.raises(ValueError, match="1 parameters are in SGD and in Adam alike"):
+    with pytest.raises(ValueError, match="1 parameters are in both SGD and Adam"):
         _refuse_shared(optimizers, "pardist_ps_async")
 
 
