@@ -369,8 +369,8 @@ def _bounds_by_hand(trace: StepRecord, num_stages: int, split: Sequence[str]) ->
         if not behind:
             units = ", ".join(call.unit for call in trace.calls)
             raise ValueError(
-                f"split={list(split)}: {name!r} is not called after {trace.calls[bounds[-1]].unit!r}, where the stage"
-                f" before begins. Use names in the order of their calls: {units}."
+                f"split={list(split)}: {name!r} does not begin a stage after {trace.calls[bounds[-1]].unit!r}."
+                f" Use names from the order of calls: {units}."
             )
         bounds.append(behind[0])
     return (*bounds, len(trace.calls))

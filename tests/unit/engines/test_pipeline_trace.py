@@ -253,5 +253,5 @@ def test_a_dependence_that_the_recorded_run_did_not_show_is_refused() -> None:
     model, batch = net(lambda self, x, y: y)
     recorded = record_step(model, step, batch)
     model.kept = True
-    with pytest.raises(CannotPipelineError, match="did not show"):
+    with pytest.raises(CannotPipelineError, match="in the recorded run"):
         dry_run(model, step, batch, plan_stages(recorded, 3))

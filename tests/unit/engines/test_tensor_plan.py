@@ -206,7 +206,7 @@ def test_a_fused_projection_by_hand_is_laid_out_by_heads():
 
 
 def test_bad_overrides_are_refused():
-    with pytest.raises(ValueError, match=r"plan\['blocks\.\*\.fc'\] matches no module or parameter"):
+    with pytest.raises(ValueError, match=r"plan\['blocks\.\*\.fc'\] matches no parameter and no module"):
         make("gpt", overrides={"blocks.*.fc": "column"})
     with pytest.raises(
         ValueError, match=r"'diagonal' is not a way to split\. Use one of column, row, vocab, replicate"
