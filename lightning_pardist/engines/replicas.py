@@ -120,9 +120,9 @@ class _OfCopy:
         if isinstance(value, FunctionType):
             if self._checks_functions and self._is_held(value, set()):
                 raise ValueError(
-                    f"{name} has {value.__qualname__}, a function that holds the module, one of its submodules or"
-                    " buffers in a variable from outside, so that every replica would use the first one's. Make it a"
-                    " method of the module, or give it what it needs as an argument"
+                    f"{name} has {value.__qualname__}, a function whose closure or defaults hold the module, one of its"
+                    " submodules or buffers, so that every replica would use the first one's. Make it a method of the"
+                    " module, or pass what it needs as an argument"
                 )
             return value
         if isinstance(value, partial):

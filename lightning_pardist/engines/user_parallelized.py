@@ -58,7 +58,7 @@ def check_units(module: nn.Module, *, data_size: int) -> None:
         for group in unit.groups:
             if group.ranks != data_size:
                 raise ValueError(
-                    f"{names.get(unit.module, 'A module')!r} was given to fully_shard over {group.ranks} rank(s), and"
+                    f"{names.get(unit.module, 'A module')!r} is sharded by fully_shard over {group.ranks} rank(s), but"
                     f" {data_size} rank(s) see different samples. Use fully_shard(...,"
                     ' mesh=self.device_mesh["data_parallel"]).'
                 )

@@ -289,7 +289,7 @@ def _sent():
 
 def test_stages_send_parts_of_sequences():
     found = run_ranks(4, _sent)
-    assert "Stage rank 1: Sequences over 2 context ranks: dim 1 of 3 of what the stage before sends" in found[0][0]
+    assert "Stage rank 1: Sequences over 2 context ranks: dim 1 of 3 of the previous stage's output" in found[0][0]
     assert [shapes for _, shapes in found] == [[], [], [(4, 8, WIDTH)] * 2, [(4, 7, WIDTH)] * 2]
 
 

@@ -390,7 +390,7 @@ def _refused(strategy, devices=2, module=Mixture, **kwargs):
         (
             functools.partial(ExpertParallelStrategy, expert_dispatch="tokens"),
             functools.partial(Mixture, "chain"),
-            "expert_dispatch='tokens' is not for the experts",
+            "expert_dispatch='tokens' does not work for the experts",
         ),
         (ExpertParallelStrategy, Silent, "training_step returned None"),
         (ExpertParallelStrategy, functools.partial(Thrifty, "stacked", reentrant=True), "Pass use_reentrant=False"),

@@ -291,7 +291,7 @@ class Decides(Small):
 REFUSALS = {
     "overrides backward": (OwnBackward, {}),
     "training_step returned no loss": (NoLoss, {}),
-    "looks at the value of the output of 'layers.0'": (Decides, {}),
+    "reads the value of the output of 'layers.0'": (Decides, {}),
     "2 stages were asked for, but the step can be cut|4 stages were asked for": (Small, {"chunks_per_rank": 2}),
     "does not begin a stage": (Small, {"split": ["layers.7"]}),
 }

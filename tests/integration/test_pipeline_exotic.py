@@ -360,7 +360,7 @@ def test_same_numbers(kind):
     ("strategy", "devices"), [pytest.param("pardist_pp", 2, marks=pytest.mark.slow), ("pardist_3d", 4)]
 )
 def test_parameters_of_other_stages_are_not_used_in_hooks(strategy, devices):
-    with pytest.raises(RankFailed, match=r"wants the values of 'net\.\d.*which rank \d of the pipeline holds"):
+    with pytest.raises(RankFailed, match=r"needs the values of 'net\.\d.*which rank \d of the pipeline holds"):
         run_ranks(devices, _fit, MovingTeacher, strategy, devices)
 
 

@@ -161,7 +161,7 @@ def test_a_job_trains_on_everything_once_without_a_worker(tmp_path):
     assert not finished.left
     (line,) = told(finished)
     assert "Worker 1 has gone after 3 updates" in line
-    assert "and get what it has left of its share of the data" in line
+    assert "and take over the rest of its share of the data" in line
     assert "The 5 batches that were left of its share in this one are given to them, in 3 more steps" in finished.output
     found = done(finished)
     assert sorted(found) == [0, 2, 3]

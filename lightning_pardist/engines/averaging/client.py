@@ -113,7 +113,7 @@ class OuterClient:
         except OSError as error:
             raise self._gone(error) from error
         if answer.kind == Kind.REFUSED:
-            raise ValueError(f"The outer server at {self._where} does not take this island: {text(answer)}.")
+            raise ValueError(f"The outer server at {self._where} refused this island: {text(answer)}.")
         return answer
 
     def _meeting(self, answer: Message) -> Meeting:
@@ -123,6 +123,7 @@ class OuterClient:
 
     def _gone(self, error: OSError) -> ConnectionError:
         return ConnectionError(
-            f"The outer server at {self._where} has gone ({error}), or another job has come as island"
-            f" {self._part.island}. Start it again, and the islands from their checkpoints."
+            f"The connection to the outer server at {self._where} was lost ({error}): the server has ended, or another"
+            f" job has connected as island {self._part.island}. Restart the server, and the islands from their"
+            " checkpoints."
         )

@@ -124,12 +124,12 @@ class IslandPart:
             ValueError: If its length is wrong or its fields are inconsistent.
         """
         if payload is None or payload.numel() != _HELLO.size:
-            raise ValueError("this is no island of the same version of lightning_pardist")
+            raise ValueError("the island does not run the same version of lightning_pardist as the server")
         islands, ranks, island, rank, numel, stepped, lr, momentum, dtype, token, layout = _HELLO.unpack(
             payload.numpy().tobytes()
         )
         if not (island < islands and rank < ranks and stepped <= numel and dtype < len(_DTYPES)):
-            raise ValueError(f"island {island} of {islands}, rank {rank} of {ranks} cannot be")
+            raise ValueError(f"island {island} of {islands}, rank {rank} of {ranks} is not valid")
         settings = OuterSettings(islands, ranks, lr, momentum)
         return cls(settings, island, rank, numel, stepped, _DTYPES[dtype], token, layout)
 

@@ -188,12 +188,12 @@ class OuterServer:
                 self._settings = part.settings
             elif part.settings != self._settings:
                 raise ValueError(
-                    f"this island has {part.settings}, and those before it {self._settings}: let all have the same, or"
-                    " start the server again"
+                    f"this island has {part.settings}, but the islands before it have {self._settings}. Use the same"
+                    " settings for all islands, or restart the server"
                 )
             island = self._islands.get(part.island)
             if island is not None and island.token != part.token:
-                _log.info("island %d comes again: the one before is given up", part.island)
+                _log.info("island %d has connected again: its earlier connections are closed", part.island)
                 self._forget(part.island, island)
                 island = None
             if island is None:
@@ -247,7 +247,7 @@ class OuterServer:
             self._require_there(part, island)
             there = self._parts[part.rank].like
             if (there.layout, there.numel, there.dtype) != (part.layout, part.numel, part.dtype):
-                raise ValueError("this island's parameters are not those that the server has: names, shapes or dtypes")
+                raise ValueError("this island's parameters differ from the server's: names, shapes or dtypes")
         return False
 
     def _answer(self, part: IslandPart, island: _Island, connection: socket.socket) -> bool:
@@ -272,7 +272,7 @@ class OuterServer:
             self._leave(part, island)
             return False
         else:
-            raise ValueError(f"{asked.kind.name} is not for the server")
+            raise ValueError(f"the server does not handle {asked.kind.name} messages")
         send(connection, answer)
         return True
 
@@ -280,7 +280,7 @@ class OuterServer:
         self, part: IslandPart, island: _Island, connection: socket.socket, generation: int, differences: Tensor
     ) -> Message:
         if not torch.isfinite(differences).all():
-            raise ValueError("its differences hold NaN or infinity, which would become everybody's")
+            raise ValueError("its differences contain NaN or infinity, which would spread to all islands")
         with self._changed:
             if generation != self.generation:
                 return replace(self._values(part), islands=0)
@@ -306,7 +306,7 @@ class OuterServer:
             if not self._islands and self._missed:
                 _log.info("weights are kept for islands that died: %s", ", ".join(map(str, sorted(self._missed))))
             elif not self._islands:
-                _log.info("the last island has come to its end after %d outer steps", self.generation)
+                _log.info("the last island has finished after %d outer steps", self.generation)
                 self._parts, self._settings, self.generation = {}, None, 0
                 self._founder = None
             self._end_round_if_due()
@@ -340,7 +340,7 @@ class OuterServer:
 
     def _require_there(self, part: IslandPart, island: _Island) -> None:
         if not self._is_there(part, island):
-            raise ConnectionResetError("the island has been given up")
+            raise ConnectionResetError("the island has been disconnected")
 
     def _forget(self, number: int, island: _Island) -> None:
         del self._islands[number]

@@ -102,8 +102,8 @@ class ListedExperts:
                     raise _differs(self.layer.name)
                 return self._answers[index].pop(0)
             raise RuntimeError(
-                f"Expert {index} of {self.layer.name!r} was called outside of {self.layer.runner!r}'s forward, and it"
-                " is on one rank only. Call it there."
+                f"Expert {index} of {self.layer.name!r} was called outside of {self.layer.runner!r}'s forward, but only"
+                " one rank holds it. Call it inside of that forward."
             )
 
         return call
@@ -117,8 +117,8 @@ class ListedExperts:
         forms = {Form.here(each) for calls in inputs for each in calls}
         if len(forms) > 1:
             raise RuntimeError(
-                f"The experts {self.layer.name!r} were given rows of several dtypes, or under several kinds of"
-                " autocast. Set expert_dispatch='weights'."
+                f"The experts {self.layer.name!r} were called with rows of different dtypes, or under different"
+                " autocast settings, in one forward. Set expert_dispatch='weights'."
             )
         form = next(iter(forms), None)
         own_dtype = self._like.dtype if form is None else form.dtypes[0]
@@ -189,6 +189,7 @@ def behind(output: Any, back: Tensor) -> Any:
 
 def _differs(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name!r}: the second run of the forward that chooses among these experts called others, or with other shapes,"
-        ' than the first, so that it cannot be answered. Set expert_dispatch="weights".'
+        f"{name!r}: the forward that chooses among these experts runs twice when tokens are dispatched, and its second"
+        " run called other experts than the first, or with inputs of other shapes. Set"
+        ' expert_dispatch="weights".'
     )

@@ -121,8 +121,9 @@ class Peers:
         forms = [Form.of_code(code) for code in sorted(set(told[:, 1].tolist()) - {0})]
         if len(forms) > 1:
             raise RuntimeError(
-                "Ranks of one expert group gave their experts rows of other dtypes, or under another autocast, at the"
-                f" same time ({', '.join(map(str, forms))}). Make them the same, or set expert_dispatch='weights'."
+                "Ranks of one expert group called the same layer of experts with rows of different dtypes, or under"
+                f" different autocast settings ({', '.join(map(str, forms))}). Make them the same, or set"
+                " expert_dispatch='weights'."
             )
         return told[:, 2 : 2 + numbers.shape[1]], forms[0] if forms else None
 

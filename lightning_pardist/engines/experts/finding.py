@@ -135,7 +135,7 @@ def find_layers(
             # One expert has parts in several lists, such as lists of first and of second linear layers.
             before.lists += layer.lists
         else:
-            layer.why_whole = f"{layer.runner!r} computes with {before.name!r} as well, which are taken apart"
+            layer.why_whole = f"{layer.runner!r} also computes with {before.name!r}, which are distributed"
         if left is not None and layer.why_whole:
             left.append(layer)
     return list(found.values())
@@ -246,9 +246,9 @@ class _Watch:
             if value.dim() < 2 or value.shape[0] != count or not uses - _LOOKS:
                 continue
             if id(value) in self.tied:
-                others.add("the module has them in several places")
+                others.add("they are tied: the module has them in several places")
             elif not uses <= _STACKED_USES:
-                others.add(f"{', '.join(sorted(uses - _STACKED_USES))} takes them all together")
+                others.add(f"{', '.join(sorted(uses - _STACKED_USES))} uses all of them at once")
             else:
                 names.append(key)
         layer = ExpertLayer(name, name, count, stacked=tuple(names), call=call, output=self.seen[name].output)
@@ -266,7 +266,7 @@ class _Watch:
             return None
         why = _why_unequal(child)
         if not why and any(id(parameter) in self.tied for parameter in child.parameters()):
-            why = "the module has parameters of theirs in several places"
+            why = "some of their parameters are tied: the module has them in several places"
         if not why and len(callers) > 1:
             why = f"several modules call them ({', '.join(sorted(repr(caller or 'the step') for caller in callers))})"
         called = [member for member in members if self.seen[member].call is not None]
@@ -323,7 +323,7 @@ def _why_unequal(modules: nn.ModuleList) -> str:
     """Return the reason why members cannot be distributed over ranks; empty if they can."""
     shapes = [[(key, tuple(p.shape), p.dtype) for key, p in member.named_parameters()] for member in modules]
     if not shapes[0] or any(each != shapes[0] for each in shapes):
-        return "they have no parameters of the same names, shapes and dtypes"
+        return "they have no parameters, or parameters of different names, shapes or dtypes"
     owned = [id(parameter) for member in modules for parameter in member.parameters()]
     if len(set(owned)) != len(owned):
         return "they share parameters"

@@ -84,7 +84,7 @@ class HeldExperts:
                     if owner == self.rank:
                         self.parameters.add(self._shard(full, parameter))
                     else:
-                        what = f"{full!r}, which rank {owner} of the experts' holds"
+                        what = f"{full!r}, which rank {owner} of the expert group holds"
                         self._elsewhere[full] = _stand_in(parameter, what)
                         self._put(full, self._elsewhere[full])
 

@@ -179,7 +179,7 @@ class ExpertRuntime:
         size = self.peers.size
         lines = []
         for layer, choice in zip(self.layers, self.choices, strict=True):
-            what = "tokens travel" if choice.dispatch == "tokens" else f"weights travel, since {choice.reason}"
+            what = "tokens are sent" if choice.dispatch == "tokens" else f"weights are sent ({choice.reason})"
             kind = f"stacked in {', '.join(layer.stacked)}" if layer.stacked else "in a list"
             where = f"{layer.count // size} on each of {size} ranks"
             if self._in_parts:
@@ -187,7 +187,7 @@ class ExpertRuntime:
                 what += (
                     ""
                     if choice.rows
-                    else "; sequences are put together first: a layer computes something else of a part"
+                    else "; whole sequences are gathered first, since the layer's result for a part differs"
                 )
             lines.append(f"Experts {layer.name}: {layer.count} {kind}, {where}; {what}.")
         return "\n".join(lines)

@@ -225,9 +225,9 @@ class StackedExperts:
         """Check that calls match. All ranks compare the same digests, and raise together."""
         if (digests != digests[0]).any() or (digests == _OTHER).any():
             raise RuntimeError(
-                f"The experts {self.layer.name!r} were called with other arguments than in the trial or on another"
-                " rank, beside tokens, numbers of experts and their weights, which alone travel. Set"
-                ' expert_dispatch="weights".'
+                f"The arguments of the experts {self.layer.name!r} differ from those in the trial, or between ranks."
+                " Only tokens, expert indices and routing weights are sent between ranks: all other arguments have to"
+                ' be the same. Set expert_dispatch="weights".'
             )
 
     def _arrived(self, tokens: Tensor, sent: _Dispatch, rows: list[int], start: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ def choose_routes(
         except CannotTravelError as problem:
             if dispatch == "tokens":
                 raise ValueError(
-                    f"expert_dispatch='tokens' is not for the experts {layer.name!r}: {problem}. Set 'auto' or"
-                    " 'weights', with which their weights travel."
+                    f"expert_dispatch='tokens' does not work for the experts {layer.name!r}: {problem}. Set 'auto' or"
+                    " 'weights', which send their weights instead."
                 ) from problem
             found.append(Choice("weights", reason=str(problem)))
     if in_parts:
@@ -132,12 +132,12 @@ def _stacked_route(runner: nn.Module, layer: ExpertLayer, size: int) -> StackedR
     if not isinstance(layer.output, Tensor):
         raise CannotTravelError("their module does not return a tensor")
     _refuse_hooks([child for child in runner.modules() if child is not runner], layer.runner)
-    problem = "their module is not given tokens and the numbers of the experts that they go to"
+    problem = "their module is not called with tokens and the indices of their experts"
     before = Footprint(runner)
     for route in routes(layer, runner):
         if own := stays(route, layer.call):
             kinds = ", ".join(sorted({type(leaf).__name__ for _, leaf in own}))
-            problem = f"their module is also given what may differ between ranks and does not travel ({kinds})"
+            problem = f"their module has other arguments, which may differ between ranks and are not sent ({kinds})"
             continue
         call = _drawn_call(layer, route)
         try:
@@ -146,14 +146,14 @@ def _stacked_route(runner: nn.Module, layer: ExpertLayer, size: int) -> StackedR
             found = _results(runner, lambda: _in_parts(runner, layer, route, call, size), call)  # noqa: B023
             lonely = _rows_are_lonely(runner, layer, route, call, size)
         except Exception as error:
-            problem = f"their forward does not run on some of them ({type(error).__name__}: {error})"
+            problem = f"their forward fails when it has only some of them ({type(error).__name__}: {error})"
             continue
         if not _same(found, expected):
-            problem = "the sum over some of them at a time is not what their forward returns"
+            problem = "results of groups of them do not add up to what their forward returns"
         elif not lonely:
             problem = "an expert's result for a row depends on other rows"
         elif left_behind or before != Footprint(runner):
-            problem = "their forward leaves something behind, which would be of other ranks' tokens"
+            problem = "their forward changes buffers, attributes or globals, which would depend on other ranks' tokens"
         else:
             return route
     raise CannotTravelError(problem)
@@ -236,14 +236,15 @@ def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None
     if len(layer.lists) > 1:
         raise CannotTravelError(f"an expert is in several lists, {' and '.join(layer.lists)}")
     if len(given) != 1 or len(layer.inputs[0]) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
-        raise CannotTravelError("an expert is called with something else than one tensor of rows")
+        raise CannotTravelError("an expert is called with something other than a single tensor of rows")
     if not isinstance(layer.output, Tensor) or layer.output.shape[:-1] != given[0].shape[:-1]:
-        raise CannotTravelError("an expert does not return a tensor with a row for each of its input's")
+        raise CannotTravelError("an expert does not return a tensor with one row for each row of its input")
     experts = [parts[0] for parts in layer.experts(module)]
     others = sum(p.numel() for p in runner.parameters()) - sum(p.numel() for e in experts for p in e.parameters())
     if others > sum(p.numel() for e in experts for p in e.parameters()):
         raise CannotTravelError(
-            f"{layer.runner!r}, which calls them and would run twice, has more parameters than they"
+            f"{layer.runner!r}, which calls them and would run twice, has more parameters outside of the experts than"
+            " in them"
         )
     inside = {*runner.modules(), *(child for expert in experts for child in expert.modules())} - {runner}
     _refuse_hooks([*inside], layer.runner)
@@ -260,10 +261,10 @@ def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None
             state = Footprint(runner)
             again = _results(runner, lambda: runner.forward(*call[0], **call[1]), call)
         except RuntimeError as error:
-            raise CannotTravelError(f"{layer.runner!r}, which calls them, does not run alone ({error})") from error
+            raise CannotTravelError(f"{layer.runner!r}, which calls them, fails by itself ({error})") from error
         if not _same(again, expected) or state != Footprint(runner):
             raise CannotTravelError(
-                f"{layer.runner!r}, which calls them and would run twice, gives another result then"
+                f"{layer.runner!r}, which calls them, gives another result, or changes its state, when it runs twice"
             )
         for index, expert in enumerate(experts):
             stack.enter_context(_with_forward(expert, rehearsed.called(index)))
@@ -271,10 +272,10 @@ def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None
             found = _results(runner, lambda: rehearsed(*call[0], **call[1]), call)
         except Exception as error:
             raise CannotTravelError(
-                f"a rehearsal without their results fails ({type(error).__name__}: {error})"
+                f"the forward that calls them fails without their results ({type(error).__name__}: {error})"
             ) from error
     if not _same(found, expected):
-        raise CannotTravelError("the inputs of some depend on the results of others")
+        raise CannotTravelError("the inputs of some experts depend on the results of others")
 
 
 def _try_rows(experts: Sequence[nn.Module], given: Tensor) -> None:

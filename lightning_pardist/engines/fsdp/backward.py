@@ -99,8 +99,8 @@ class ShardedUnit:
         for parameter in group.parameters:
             if not parameter.is_in_place(whole=group.is_unsharded):
                 raise RuntimeError(
-                    f"{self.name_of(parameter)} was replaced, moved or removed after the module was sharded, and ranks"
-                    " hold parts of the one before, which takes its place again. Write new values into it"
+                    f"{self.name_of(parameter)} was replaced, moved or removed after the module was sharded. Ranks hold"
+                    " shards of the original parameter, which would be put back in its place. Write new values into it"
                     " (p.data = values, p.copy_(values)), replace it before fit, or use pardist_zero2."
                 )
 

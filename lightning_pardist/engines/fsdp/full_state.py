@@ -197,7 +197,7 @@ def _as_dtensor(name: str, key: str, value: Any, parameter: torch.Tensor) -> Any
         return value
     if value.shape != parameter.to_local().shape:
         raise ValueError(
-            f"State {key!r} of {name} has shape {tuple(value.shape)}, neither a scalar nor its parameter's: an"
-            " optimizer that updates each element by itself is needed on shards."
+            f"State {key!r} of {name} has shape {tuple(value.shape)}, which is neither a scalar's nor its parameter's."
+            " Shards need an optimizer that updates each element by itself."
         )
     return wrapped_like(value, parameter)

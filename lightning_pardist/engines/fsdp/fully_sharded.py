@@ -336,8 +336,8 @@ class FullySharded:
                 if id(parameter) not in ours:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the"
-                        " module did not have when it was sharded: nobody averages its gradient over ranks. Make it"
-                        " before fit, or use pardist_zero2."
+                        " module did not have when it was sharded: its gradient would not be averaged over ranks."
+                        " Create it before fit, or use pardist_zero2."
                     )
 
     def shards(self) -> dict[int, Any]:
@@ -512,8 +512,8 @@ class FullySharded:
             return
         if not self.losses.is_skipped_by_all():
             raise RuntimeError(
-                "This rank has no loss and others have one: they would wait for its part of the parameters."
-                " Set allow_divergent_forward=True, or return a loss on every rank (zero times the output, say)."
+                "This rank has no loss but other ranks have one: they would wait for its shards of the parameters."
+                " Set allow_divergent_forward=True, or return a loss on every rank (such as zero times the output)."
             )
         # Reduce what earlier micro-batches left.
         self._runtime.end_without_backward()

@@ -100,6 +100,6 @@ def refuse_set(parameters: Iterable[tuple[ShardedParameter, str]]) -> None:
 
 def _refusal(name: str, who: str) -> str:
     return (
-        f"{who} the gradient of {name}, which ranks hold in parts while training_step runs. Do so in a hook outside of"
-        " the step, change gradients in it by torch's clipping functions, or use pardist_zero2 or pardist_ddp."
+        f"{who} the gradient of {name}, which is sharded over ranks while training_step runs. Do this in a hook outside"
+        " of the step, use torch's clipping functions inside of it, or use pardist_zero2 or pardist_ddp."
     )

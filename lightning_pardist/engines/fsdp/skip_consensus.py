@@ -69,7 +69,7 @@ class SkipStepConsensus:
             others = waiting
             if others and time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"This rank has no loss in this step, and ranks {others} have not said within"
+                    f"This rank has no loss in this step, and ranks {others} have not reported within"
                     f" {self._timeout.total_seconds():.0f} s whether they have one."
                 )
             if others:

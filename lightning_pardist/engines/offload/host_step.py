@@ -251,8 +251,8 @@ class HostStep:
             apart = elementwise.stepped(self._optimizer, options, values, grads, step=_in_small_windows)
             if not all(torch.allclose(a, b, 1e-5, 1e-7) for a, b in zip(together, apart, strict=True)):
                 raise ValueError(
-                    f"{type(self._optimizer).__name__} cannot step on a few parameters at a time, as offload to a"
-                    " folder has it: a step depends on how often step() was called. Use offload='cpu'."
+                    f"{type(self._optimizer).__name__} cannot step on a few parameters at a time, which offload to a"
+                    " folder requires: its update depends on how often step() was called. Use offload='cpu'."
                 )
 
 

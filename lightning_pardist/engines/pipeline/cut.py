@@ -128,8 +128,8 @@ class BatchCut:
             return [MicroBatch(batch, 1)]
         if (hidden := hidden_tensor(batch)) is not None:
             raise ValueError(
-                f"The batch holds tensors in a {hidden}, which cannot be taken apart to be cut into micro-batches. Set"
-                " split_batch, a function that cuts a batch."
+                f"The batch holds tensors in a {hidden}, which cannot be split into micro-batches. Set split_batch, a"
+                " function that cuts a batch."
             )
         count = min(num_microbatches, found.size)
         small, larger = divmod(found.size, count)

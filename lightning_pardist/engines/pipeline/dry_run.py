@@ -58,7 +58,7 @@ def dry_run(
         result = run.result
     loss = loss_of(result)
     if loss is not None and contains_stub(loss):
-        raise CannotPipelineError("The loss depends on a value that the recorded run did not show it to need.")
+        raise CannotPipelineError("The loss depends on a value that it did not use in the recorded run.")
     with undisturbed(module), torch.set_grad_enabled(plan.trace.grad_enabled):
         whole = loss_of(_whole_run(module, step, batch, plan))
     if loss is not None and whole is not None and loss.numel() == 1:
@@ -99,6 +99,6 @@ def _compare(replayed: float, whole: float) -> None:
         math.isnan(replayed) and math.isnan(whole)
     ):
         raise CannotPipelineError(
-            f"The stages together give loss {replayed:.6g}, the module in one piece {whole:.6g}: something flows"
-            " between units that the recorded run did not show."
+            f"The stages give a loss of {replayed:.6g}, but the whole module gives {whole:.6g}: values pass between"
+            " units in a way that the recorded run did not show."
         )

@@ -32,9 +32,9 @@ def asks_for_gradients(step: str, parameter: str) -> CannotPipelineError:
         parameter: Name of one such parameter.
     """
     return CannotPipelineError(
-        f"{step} asks torch.autograd.grad for gradients of {parameter!r}, and each rank has the graph of its own layers"
-        " alone. With pardist_tp every rank differentiates whole batches; with pardist_ddp and pardist_zero3 each by"
-        " its own samples.",
+        f"{step} asks torch.autograd.grad for gradients of {parameter!r}, but each rank has the autograd graph of its"
+        " own layers only. With pardist_tp every rank differentiates whole batches; with pardist_ddp and pardist_zero3"
+        " each rank differentiates its own samples.",
         (),
     )
 
@@ -47,7 +47,7 @@ def calls_in_transforms(step: str, unit: str) -> CannotPipelineError:
         unit: Name of one of the units.
     """
     return CannotPipelineError(
-        f"{step} calls {unit!r} inside of a transform of torch.func (grad, vjp, vmap, jacrev), which knows nothing of"
+        f"{step} calls {unit!r} inside of a transform of torch.func (grad, vjp, vmap, jacrev), which cannot transform"
         " layers on other ranks.",
         ("pardist_ddp", "pardist_zero3"),
     )

@@ -162,8 +162,8 @@ class OutOfScheduleForward:
         outer = flatten(arguments)[0]
         if any(isinstance(leaf, FakeTensor) for leaf in outer):
             raise CannotPipelineError(
-                f"{name!r} is given something computed from a parameter that another rank holds, and that no recorded"
-                " step read outside of its layer."
+                f"{name!r} was called with a value computed from a parameter that another rank holds. No recorded step"
+                " read this parameter outside of its layer."
             )
         differentiable = torch.is_grad_enabled()
         wanted = [i for i, leaf in enumerate(outer) if differentiable and _requires_grad(leaf)]

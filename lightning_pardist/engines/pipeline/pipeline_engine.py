@@ -351,8 +351,8 @@ class PipelineEngine:
         losses, shared, weighing = self._broadcast(sent, last)
         if weighing is not None and 0 < len(losses) < len(parts):
             raise CannotPipelineError(
-                f"The step returned no loss for {len(parts) - len(losses)} of {len(parts)} micro-batches. Let it return"
-                " None for a whole batch, or a loss of 0 for what is to be left out."
+                f"The step returned no loss for {len(parts) - len(losses)} of {len(parts)} micro-batches. Return None"
+                " for all micro-batches of a batch, or a loss of 0 for those to be left out."
             )
         loss, weights = None, (1.0,) * len(parts)
         if weighing is not None:

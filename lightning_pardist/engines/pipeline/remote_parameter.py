@@ -125,7 +125,7 @@ def _marked(value: Any, what: str) -> Any:
 
 def _wanted(what: str, func: Callable[..., Any]) -> CannotPipelineError:
     return CannotPipelineError(
-        f"{getattr(func, '__name__', func)} wants the values of {what}, but outside of steps each rank has the"
-        " parameters of its own stages only. Compute with them inside of training_step.",
+        f"{getattr(func, '__name__', func)} needs the values of {what}, but outside of steps each rank has only the"
+        " parameters of its own stages. Use these values inside of training_step.",
         ("pardist_ddp", "pardist_zero1", "pardist_zero2"),
     )

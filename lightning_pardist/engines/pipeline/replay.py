@@ -233,7 +233,8 @@ class _Run:
             raise
         if self.cut:
             raise CannotPipelineError(
-                "The step catches BaseException around the model's call, which keeps a stage from being cut off there."
+                "The step catches BaseException around the model's call, but a stage ends by an exception there. Catch"
+                " Exception instead."
             )
         if not self.position and self.plan.trace.calls:
             self._leave_out()
@@ -314,8 +315,8 @@ class _Run:
                 raise self._other_order(f"got {type(leaf).__name__} as output {position} of {name!r}")
             if isinstance(leaf, FakeTensor):
                 raise CannotPipelineError(
-                    f"{name!r} in stage {self.stage_index} works on a value that the recorded run did not show it to"
-                    " need, and that was therefore not sent. Record a run on a batch that takes the same way."
+                    f"{name!r} in stage {self.stage_index} uses a value that it did not use in the recorded run, and"
+                    " that was therefore not sent. Record a run on a batch that takes the same path through the code."
                 )
             self.done.values[value] = leaf.clone() if value in self.plan.trace.mutated else leaf
         return result
@@ -380,8 +381,8 @@ class _Run:
     def _looked_at(self, error: Exception) -> CannotPipelineError:
         after = repr(self.plan.trace.calls[self.position - 1].unit) if self.position else "the beginning of the step"
         return CannotPipelineError(
-            f"Behind {after}, free code looks at the value of a tensor that lives on another stage ({error}), seen in"
-            f" stage {self.stage_index}. Data-dependent control flow between units cannot be split.",
+            f"After {after}, code between units reads the value of a tensor that is on another stage ({error}), found"
+            f" in stage {self.stage_index}. Data-dependent control flow between units cannot be split.",
             ("pardist_mp", *ALTERNATIVES),
         )
 

@@ -141,7 +141,9 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int, *, chunks_p
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches} is not positive. Use 1 or more.")
     if name == "mp" and num_microbatches != 1:
-        raise ValueError(f"schedule='mp' takes no micro-batches, not {num_microbatches}. Use 'gpipe' or '1f1b'.")
+        raise ValueError(
+            f"schedule='mp' takes no micro-batches, but num_microbatches={num_microbatches}. Use 'gpipe' or '1f1b'."
+        )
     compute = _torch_order(name, num_ranks, num_microbatches, chunks_per_rank)
     lists = _with_messages(name, compute, ranks, num_microbatches, has_backward=True)
     check_schedule(lists)

@@ -219,7 +219,7 @@ class Runtime:
     def _finish(self, index: int, result: Any, work: Work, done: Finished) -> torch.Tensor | None:
         loss = work.loss_of(result)
         if loss is not None and contains_stub(loss):
-            raise CannotPipelineError("The loss depends on a value that the recorded run did not show it to need.")
+            raise CannotPipelineError("The loss depends on a value that it did not use in the recorded run.")
         done.results[index] = result
         if loss is not None:
             done.losses[index] = loss.detach()

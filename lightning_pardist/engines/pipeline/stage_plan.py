@@ -128,8 +128,8 @@ class PipelinePlan:
             for source in sorted(_needs_of_stage(other, bounds, stage_index, self.reads), key=str):
                 if isinstance(source, str) and stage_index not in self.parameter_stages[source]:
                     raise CannotPipelineError(
-                        f"This step reads parameter {source!r} in stage {stage_index}, which holds it not: the"
-                        f" plan made from the training step keeps it on stage {self.parameter_stages[source]}."
+                        f"This step reads parameter {source!r} in stage {stage_index}, but the plan made from the"
+                        f" training step keeps it on stage {self.parameter_stages[source]}."
                     )
         return adapted
 
@@ -322,12 +322,12 @@ def _allowed_cuts(trace: StepRecord, reads: ReadPolicy) -> list[str]:
         for source in needs:
             if isinstance(source, Escape):
                 maker = trace.calls[source.call].unit
-                join(source.call, position, f"{maker!r} hands a value to {reader} by another way than its outputs.")
+                join(source.call, position, f"{maker!r} passes a value to {reader} in another way than by its outputs.")
     for read in trace.reads:
         made = [source.call for source in read.needs if isinstance(source, Value)]
         if made and reads == "refuse" and read.explicit and read.position < end:
             maker = trace.calls[max(made)].unit
-            join(min(made), end, f"free code looks at the value of the output of {maker!r}, in {read.where}.")
+            join(min(made), end, f"code between units reads the value of the output of {maker!r}, in {read.where}.")
     return reasons
 
 
@@ -348,7 +348,7 @@ def cut_units(
     if split is not None:
         bounds = _bounds_by_hand(trace, num_stages, split)
         if not all(allowed[bound] for bound in bounds[:-1]):
-            raise ValueError(f"split={list(split)} separates layers that share parameters. Name others.")
+            raise ValueError(f"split={list(split)} separates layers that share parameters. Split elsewhere.")
         return bounds
     found = balance(_item_costs(trace), num_stages, cut_costs=[0.0] * len(trace.calls), allowed=allowed)
     if found is None:
@@ -369,8 +369,8 @@ def _bounds_by_hand(trace: StepRecord, num_stages: int, split: Sequence[str]) ->
         if not behind:
             units = ", ".join(call.unit for call in trace.calls)
             raise ValueError(
-                f"split={list(split)}: {name!r} does not begin a stage behind {trace.calls[bounds[-1]].unit!r}."
-                f" Use names out of the order of call: {units}."
+                f"split={list(split)}: {name!r} does not begin a stage after {trace.calls[bounds[-1]].unit!r}."
+                f" Use names from the order of calls: {units}."
             )
         bounds.append(behind[0])
     return (*bounds, len(trace.calls))

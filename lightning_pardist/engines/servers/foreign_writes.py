@@ -74,17 +74,17 @@ class ForeignWrites:
         for index, (now, start) in enumerate(zip(_settings(self._optimizer), self._settings, strict=True)):
             if changed := sorted(key for key in now.keys() | start.keys() if not _is_same(now, start, key)):
                 raise RuntimeError(
-                    f"{', '.join(map(repr, changed))} in group {index} of {name} changed during training, and servers"
-                    " are told of numbers that were there at its start alone. Set it in configure_optimizers, or use"
-                    " pardist_ps."
+                    f"{', '.join(map(repr, changed))} in group {index} of {name} changed during training. Servers"
+                    " receive changes only of numbers that the group had when training started. Set it in"
+                    " configure_optimizers, or use pardist_ps."
                 )
         state = self._optimizer.state
         places = self._places or {}
         shown = {**self._states, **places}
         if any(state.get(param) is not its for param, its in shown.items()) or any(places.values()):
             raise RuntimeError(
-                f"The state of {name} was cleared or replaced during training. Servers have the state, and would not"
-                " know: use pardist_ps without dedicated_servers."
+                f"The state of {name} was cleared or replaced during training. Servers hold the state, and the change"
+                " would not reach them. Use pardist_ps without dedicated_servers."
             )
         self.check_values(params)
 
@@ -99,10 +99,10 @@ class ForeignWrites:
         same = [(fingerprint(param) == self._values[param]).cpu() for param in params]
         if not torch.stack(same).all():
             raise RuntimeError(
-                f"A parameter of {type(self._optimizer).__name__} was written to outside of its step. Servers have the"
-                " parameters, and would not know: change them by gradients, leave what has none out of the optimizer,"
-                " put other weights in place for a validation in on_validation_epoch_start, or use pardist_ps"
-                " without dedicated_servers."
+                f"A parameter of {type(self._optimizer).__name__} was written to outside of its step. Servers hold the"
+                " parameters, and the change would not reach them. Change them by gradients only, leave parameters"
+                " without gradients out of the optimizer, swap weights for a validation in on_validation_epoch_start,"
+                " or use pardist_ps without dedicated_servers."
             )
 
 

@@ -58,8 +58,8 @@ def _encoded(value: Any, tensors: list[Tensor]) -> Any:
         # Such as numpy scalars and string enumerations.
         return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
     raise TypeError(
-        f"a {type(value).__name__} cannot be sent between ranks as a message, which holds tensors, numbers, words,"
-        " and lists and dictionaries of them"
+        f"a {type(value).__name__} cannot be sent between ranks: messages hold only tensors, numbers, strings, and"
+        " lists and dictionaries of them"
     )
 
 

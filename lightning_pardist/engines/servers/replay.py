@@ -86,9 +86,7 @@ class _Replay:
             if not moved:
                 break
         if any(at[log.server] < len(log.entries) for log in self._logs):
-            raise RuntimeError(
-                "The logs of the servers do not fit together: one of them is cut off, or of another run."
-            )
+            raise RuntimeError("The logs of the servers do not match: one of them is truncated, or from another run.")
         for shares in self._shares.values():
             for share in shares:
                 for param, original in zip(share.params, share.originals, strict=True):

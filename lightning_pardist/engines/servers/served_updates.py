@@ -61,8 +61,8 @@ class ServedUpdates(WholeUpdates):
         super().__init__(optimizer, group=group, held=HeldTensor.as_it_is, found=found)
         if found.scope == "joint":
             raise ValueError(
-                f"{type(optimizer).__name__} {found.describe()}, and servers have a share of them each. Use pardist_ps"
-                " as it is, or pardist_ddp, or an optimizer such as AdamW or SGD."
+                f"{type(optimizer).__name__} {found.describe()}, but each server has only a share of them. Use"
+                " pardist_ps with its defaults, or pardist_ddp, or an optimizer such as AdamW or SGD."
             )
         owners = Owners(len(roles.servers), cost=_elements_of)
         owners.assign(self._shapes())
@@ -204,7 +204,7 @@ class Worker:
             )
         except TypeError as error:
             raise RuntimeError(
-                f"The state of {type(optimizer).__name__} has to go to a rank that only serves: {error}. Leave"
+                f"The state of {type(optimizer).__name__} cannot be sent to a dedicated server: {error}. Leave"
                 " dedicated_servers out, so that every rank serves."
             ) from error
 

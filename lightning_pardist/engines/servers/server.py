@@ -53,7 +53,7 @@ class Loss:
         text += " the others go on without it, and "
         if is_shared:
             # The number of batches is known at the next meeting: batches of other lost workers may be among them.
-            return f"{text}get what it has left of its share of the data."
+            return f"{text}take over the rest of its share of the data."
         text += "its share of the data is not trained on"
         if self.position is None:
             return f"{text}."
@@ -187,7 +187,7 @@ class ParameterServer:
         with self._changed:
             self._hear(worker)
             self._wait(
-                worker, lambda: not self._reading, "all workers to go on behind a meeting", lambda: self._reading
+                worker, lambda: not self._reading, "all workers to continue after a meeting", lambda: self._reading
             )
             self._require(worker)
             share, held = self.shares[optimizer], self._held[optimizer]
@@ -196,7 +196,7 @@ class ParameterServer:
             staleness = share.version - held[worker]
             bound = self._most_stale(worker, optimizer)
             if bound is not None and staleness > bound:
-                raise RuntimeError(f"An update of worker {worker} is {staleness} updates stale, of {bound} allowed.")
+                raise RuntimeError(f"An update of worker {worker} is {staleness} updates stale; {bound} are allowed.")
             share.update(grads, numbers)
             self.staleness[staleness] += 1
             self._updates[worker] += 1
@@ -279,10 +279,10 @@ class ParameterServer:
             for other, where in self._waiting.items():
                 if where != place:
                     raise RuntimeError(
-                        f"Worker {worker} is at {place}, and worker {other} at {where}: each decides for itself when to"
-                        " meet the others, by something that differs between them, such as a value logged in training,"
-                        " the time, or a number of batches. Decide by values logged in validation and by counts that"
-                        " are alike, or set lost_workers='end'."
+                        f"Worker {worker} is at {place}, but worker {other} is at {where}. Each worker decides by"
+                        " itself when to meet the others, and the decision depends on something that differs between"
+                        " them, such as a value logged in training, the time, or a number of batches. Decide by values"
+                        " logged in validation and by counts that are equal on all workers, or set lost_workers='end'."
                     )
             self._waiting[worker] = place
             if rest is not None:
@@ -348,7 +348,7 @@ class ParameterServer:
             if self._ended is not None:
                 silent = self._silent(set(self.workers) - set(self._waiting) - self._left, self._ended)
                 for worker in silent & self.may_go:
-                    self._lose(worker, f"it did not end within {self._timeout_s:g} s behind the first, timeout_s")
+                    self._lose(worker, f"it did not end within {self._timeout_s:g} s after the first, timeout_s")
 
     def _hear(self, worker: int) -> None:
         self._heard[worker] = time.monotonic()

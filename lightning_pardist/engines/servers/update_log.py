@@ -123,8 +123,8 @@ def read_logs(folder: str | os.PathLike[str]) -> list[ServerLog]:
     runs = _runs_in(path)
     if len(runs) > 1:
         names = ", ".join(sorted(each.name for each in runs))
-        raise RuntimeError(f"{path} has several runs ({names}), each of which began where it found its weights. Take"
-                           " one of them.")  # fmt: skip
+        raise RuntimeError(f"{path} has several runs ({names}), each of which began with its own weights. Pass the"
+                           " folder of one of them.")  # fmt: skip
     paths = sorted((runs[0] if runs else path).glob("server*.jsonl"))
     if not paths:
         raise FileNotFoundError(f"{path} has no server*.jsonl. Set update_log to a folder, and train.")

@@ -232,7 +232,7 @@ class ContextRuntime(TensorRuntime):
         """
         size = self.group.size
         entries = [
-            f"dim {dim} of {dims} of what the stage before sends, {extent:,} long"
+            f"dim {dim} of {dims} of the previous stage's output, {extent:,} long"
             for (dims, dim), extent in self.taken_over.items()
         ]
         entries += [
@@ -245,9 +245,9 @@ class ContextRuntime(TensorRuntime):
             f"{count} {kind} of {self.group.bytes[kind] / 1e6:.2f} MB in all"
             for kind, count in sorted(self.group.calls.items())
         )
-        lines = [f"Sequences over {size} context ranks: {'; '.join(entries)}. A forward: {sent or 'nothing sent'}."]
+        lines = [f"Sequences over {size} context ranks: {'; '.join(entries)}. Per forward: {sent or 'nothing sent'}."]
         lines += [
-            f"On whole tensors: {name}, {item.calls} times, {item.bytes_gathered / 1e6:.2f} MB put together"
+            f"On whole tensors: {name}, {item.calls} times, {item.bytes_gathered / 1e6:.2f} MB gathered"
             f" ({item.reason})."
             for name, item in self.fallbacks.items()
         ]

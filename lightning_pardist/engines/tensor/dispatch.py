@@ -211,8 +211,8 @@ class TensorRuntime:
         if (told[:, 0] != told[0, 0]).any():
             callers = [rank for rank, number in enumerate(told[:, 0].tolist()) if number == _KINDS.index("call")]
             raise RuntimeError(
-                f"Of the {self.group.size} ranks of a tensor group only {callers} called the module, outside of a step."
-                " Its layers are split over all of them: call it on every rank, and let one of them print or save."
+                f"Only ranks {callers} of a tensor group of {self.group.size} called the module outside of a step. Its"
+                " layers are split over all of them: call it on every rank, and print or save on one."
             )
         return told[:, 1:]
 
@@ -512,8 +512,8 @@ class TensorRuntime:
         others.discard(storage_key(local))
         if not _let_go([self._copied_views[key][0] for key in others]):
             raise RuntimeError(
-                f"{name} overwrites a tensor of which a view exists that had to be gathered, so that the view would not"
-                f" change with it. {self.remedy}"
+                f"{name} overwrites a tensor that shares memory with another one (a view, or its base). One of them had"
+                f" to be gathered, so that the other would not change with it. {self.remedy}"
             )
 
     def _remember(self, name: str, reason: str, tree: Any) -> None:
@@ -628,8 +628,8 @@ def _whole_outputs(
     inputs = args[position] if len(args) > position else kwargs.get("inputs")
     if any(isinstance(leaf, runtime.kind) for leaf in pytree.tree_leaves(inputs)):
         raise RuntimeError(
-            f"Gradients of a tensor that is split over the {runtime.split_over} ranks were asked for by name (inputs=)."
-            " Ask for those of what it is computed from."
+            f"Gradients for a tensor that is split over the {runtime.split_over} ranks were requested (inputs=)."
+            " Request those for the tensors that it is computed from."
         )
     return runtime.whole((args, kwargs))  # type: ignore[no-any-return]
 

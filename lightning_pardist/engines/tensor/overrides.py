@@ -91,7 +91,7 @@ def _matching(module: nn.Module, pattern: str) -> list[str]:
     if not names:
         known = ", ".join(list(dict.fromkeys(name.rpartition(".")[0] for name in every))[:8])
         raise ValueError(
-            f"plan[{pattern!r}] matches no module or parameter with parameters. The module has {known}, ..."
+            f"plan[{pattern!r}] matches no parameter and no module that has some. The module has {known}, ..."
         )
     return names
 
@@ -107,7 +107,7 @@ def _way(pattern: str, value: Any, embedding: bool) -> str:
     if isinstance(value, (SequenceParallel, ParallelStyle)):
         return "replicate"
     raise ValueError(
-        f"plan[{pattern!r}]={value!r} is no way to split. Use one of {', '.join(WAYS)} or a torch ParallelStyle."
+        f"plan[{pattern!r}]={value!r} is not a way to split. Use one of {', '.join(WAYS)} or a torch ParallelStyle."
     )
 
 

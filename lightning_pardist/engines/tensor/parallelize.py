@@ -169,10 +169,10 @@ def _check(module: nn.Module, plan: TensorParallelPlan) -> None:
     shapes = {item.name: item.shape for item in plan.parameters}
     found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     for name in shapes.keys() ^ found.keys():
-        raise ValueError(f"Plan and module do not have the same parameters: {name} is in one of them. Plan it again.")
+        raise ValueError(f"Plan and module have different parameters: {name} is in only one of them. Plan it again.")
     for name, shape in found.items():
         if shapes[name] != shape:
-            raise ValueError(f"{name} has shape {shape}, and {shapes[name]} in the plan. Plan it again.")
+            raise ValueError(f"{name} has shape {shape}, but {shapes[name]} in the plan. Plan it again.")
 
 
 def _slots(module: nn.Module, *, buffers: bool) -> Iterator[tuple[nn.Module, str, str]]:

@@ -61,7 +61,7 @@ def plan_layout(
     why = resolve_overrides(module, found, overrides or {}, tp_size, on_indivisible, constraints)
     for name in plain:
         constraints.fixed.pop(name, None)
-        constraints.whole[name] = why[name] = "experts, which other ranks divide"
+        constraints.whole[name] = why[name] = "experts, which are distributed over other ranks"
     _prepare(found, constraints)
     walk = (
         _settle(found, tp_size, constraints)

@@ -51,7 +51,7 @@ def _by_samples(
     call: Call, layout: Layout, tensors: tuple[Operand, ...], mask: Operand | None, settings: dict[str, Any]
 ) -> Outcome:
     if any(operand.shape[layout.dim] != tensors[0].shape[layout.dim] for operand in tensors):
-        raise NoRule("keys of another number than queries along the split dim")
+        raise NoRule("numbers of keys and queries differ along the split dim")
     needs = [operand.moved(layout) for operand in tensors]
     return Outcome(
         (*needs, _mask_need(mask, layout, tensors[0].ndim)), settings, out=layout, random=bool(settings["dropout_p"])
@@ -67,7 +67,7 @@ def _by_heads(
         count = operand.shape[heads.dim]
         divides = count % call.size == 0
         if not divides and count > 1 and not settings.get("enable_gqa"):
-            raise NoRule("keys of another number of heads than queries")
+            raise NoRule("keys and queries have different numbers of heads")
         # Fewer key heads than ranks: gather them, and repeat them for the query heads.
         few.append(not divides and bool(settings.get("enable_gqa")))
         needs.append(operand.moved(heads) if divides else operand.gathered())
@@ -294,7 +294,7 @@ def element_loss(call: Call) -> Outcome:
     first = max((operand for operand in tensors.values() if operand.layout), key=lambda operand: operand.numel)
     lie = first.layout.at(first.layout.dim + len(shape) - first.ndim) if first.layout else Layout(0)
     if first.layout and shape[lie.dim] != first.shape[first.layout.dim]:
-        raise NoRule("one of the split dim is broadcast")
+        raise NoRule("a split dim is broadcast")
     needs = {name: _aligned(operand, lie, len(shape)) for name, operand in tensors.items()}
     plain = {name: item for name, item in given.items() if name not in tensors and item is not None}
     reduction = plain.pop("reduction", "mean")
@@ -319,7 +319,7 @@ def _bound(call: Call) -> dict[str, Any]:
     bound.apply_defaults()
     given = dict(bound.arguments)
     if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
-        raise NoRule("a reduction by settings that are gone")
+        raise NoRule("the deprecated size_average or reduce")
     given.pop("reduce", None)
     return given
 

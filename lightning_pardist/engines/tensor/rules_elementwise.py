@@ -103,7 +103,7 @@ def _covers(split: Operand, others: Sequence[Sequence[int]]) -> None:
     """
     layout = split.layout
     if layout is not None and any(sizes[0] > split.shape[layout.dim] for sizes in others):
-        raise NoRule("one of the split dim is broadcast")
+        raise NoRule("a split dim is broadcast")
 
 
 def _draws(call: Call) -> bool:

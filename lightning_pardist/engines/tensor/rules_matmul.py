@@ -93,7 +93,7 @@ def _contract_parts(
         for operand, index in operands
         if _lies(operand, index, letter)
     ):
-        raise NoRule("one of the split dim is broadcast")
+        raise NoRule("a split dim is broadcast")
     needs = [
         operand.moved(form.at(index.index(letter)))
         if letter in index and operand.shape[index.index(letter)] > 1

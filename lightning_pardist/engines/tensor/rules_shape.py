@@ -348,7 +348,7 @@ def _cut(call: Call, x: Operand, layout: Layout, start: int, stop: int) -> tuple
         # Shards before the run have an empty slice at their end, those after it at their start.
         local = max(min(low - runs[call.rank][0], runs[call.rank][1] - runs[call.rank][0]), 0)
         if stop - start == 1:
-            raise NoRule("one of the split dim, which may be broadcast later")
+            raise NoRule("a single element of the split dim, which may be broadcast later")
         return ended(layout.dim, [high - start for _, high in kept]), local, high - low
     if layout.ends is not None:
         raise NoRule("slice cuts through the parts")

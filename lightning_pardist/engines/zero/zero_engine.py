@@ -427,7 +427,7 @@ class ZeroEngine:
             return
         if self._gather is not None:
             raise ValueError(
-                f"{type(optimizer).__name__} {found.describe()}, and with gather={self._gather!r} each rank has exact"
+                f"{type(optimizer).__name__} {found.describe()}, but with gather={self._gather!r} each rank has exact"
                 " values of its own slice only. Leave gather out, or use an optimizer that steps on parts."
             )
         in_parts = any(own_part(param) is not param or param.is_meta for param in _params(optimizer))

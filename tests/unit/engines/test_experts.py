@@ -199,16 +199,16 @@ class Remembering(Stacked):
         (functools.partial(_hooked, "router"), "have hooks"),
         (functools.partial(_hooked, "experts.1"), "have hooks"),
         (_normalized, "have hooks"),
-        (_scaled, "what may differ between ranks and does not travel"),
-        (_bounded, "what may differ between ranks and does not travel"),
+        (_scaled, "which may differ between ranks and are not sent"),
+        (_bounded, "which may differ between ranks and are not sent"),
         (StackedRows, "result for a row depends on other rows"),
         (functools.partial(StackedRows, 9), "result for a row depends on other rows"),
-        (Remembering, "leaves something behind"),
+        (Remembering, "changes buffers, attributes or globals"),
         (Ticking, "another result"),
         (Standardized, "another result"),
         (_with_rows, "depends on other rows"),
         (Chain, "depend on the results of others"),
-        (Mixed, "not what their forward returns"),
+        (Mixed, "do not add up to what their forward returns"),
     ],
 )
 def test_why_tokens_cannot_travel(make, reason):
@@ -217,7 +217,7 @@ def test_why_tokens_cannot_travel(make, reason):
     (choice,) = choose_routes(module, layers, size=2)
     assert choice.dispatch == "weights"
     assert reason in choice.reason
-    with pytest.raises(ValueError, match="expert_dispatch='tokens' is not for the experts 'experts'"):
+    with pytest.raises(ValueError, match="expert_dispatch='tokens' does not work for the experts 'experts'"):
         choose_routes(module, layers, size=2, dispatch="tokens")
 
 
@@ -385,7 +385,7 @@ def test_what_stays_whole_says_why():
     left = []
     assert [each.name for each in _layers(Groups(), left=left)] == ["experts"]
     assert {each.name: each.why_whole for each in left} == {
-        "others": "'' computes with 'experts' as well, which are taken apart",
+        "others": "'' also computes with 'experts', which are distributed",
         "counting": "they have buffers",
     }
 

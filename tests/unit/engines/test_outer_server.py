@@ -212,7 +212,7 @@ def test_differences_that_are_no_numbers_end_their_island(server):
 
 def test_what_cannot_be_is_refused(server):
     kept = _joined(server, 0)
-    with pytest.raises(ValueError, match="let all have the same, or start the server again"):
+    with pytest.raises(ValueError, match="Use the same settings for all islands, or restart the server"):
         _joined(server, 1, momentum=0.5)
     with pytest.raises(ValueError, match="names, shapes or dtypes"):
         _joined(server, 1, layout=b"m" * 32)
@@ -227,7 +227,7 @@ def test_what_cannot_be_is_refused(server):
 def test_a_second_job_of_one_number_takes_the_place_of_the_first(server):
     first, _ = _joined(server, 0)
     second, _ = _joined(server, 0, token=b"again" + bytes(11))
-    with pytest.raises(ConnectionError, match="another job has come as island 0"):
+    with pytest.raises(ConnectionError, match="another job has connected as island 0"):
         first.meet(torch.ones(3))
     assert second.fetch().generation == 0
 

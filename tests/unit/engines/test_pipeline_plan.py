@@ -89,7 +89,7 @@ def test_wrong_settings() -> None:
         plan_stages(recorded, 3, split=["blocks.1"])
     with pytest.raises(ValueError, match=r"'nowhere' does not begin a stage .* wte, blocks.0"):
         plan_stages(recorded, 2, split=["nowhere"])
-    with pytest.raises(ValueError, match=r"'blocks.1' does not begin a stage behind 'blocks.2'"):
+    with pytest.raises(ValueError, match=r"'blocks.1' does not begin a stage after 'blocks.2'"):
         plan_stages(recorded, 3, split=["blocks.2", "blocks.1"])
     with pytest.raises(ValueError, match="not positive"):
         plan_stages(recorded, 0)

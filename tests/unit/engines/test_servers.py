@@ -283,7 +283,7 @@ def test_everybody_at_a_meeting_hears_of_the_same_losses():
     assert [loss.worker for loss in server.gone] == [1]
     text = server.losses[0].describe("it has ended", is_shared=True)
     assert text == (
-        "Worker 1 has gone after 0 updates (it has ended); the others go on without it, and get what it has left of"
+        "Worker 1 has gone after 0 updates (it has ended); the others go on without it, and take over the rest of"
         " its share of the data."
     )
 

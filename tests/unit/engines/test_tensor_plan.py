@@ -206,9 +206,11 @@ def test_a_fused_projection_by_hand_is_laid_out_by_heads():
 
 
 def test_bad_overrides_are_refused():
-    with pytest.raises(ValueError, match=r"plan\['blocks\.\*\.fc'\] matches no module or parameter"):
+    with pytest.raises(ValueError, match=r"plan\['blocks\.\*\.fc'\] matches no parameter and no module"):
         make("gpt", overrides={"blocks.*.fc": "column"})
-    with pytest.raises(ValueError, match=r"'diagonal' is no way to split\. Use one of column, row, vocab, replicate"):
+    with pytest.raises(
+        ValueError, match=r"'diagonal' is not a way to split\. Use one of column, row, vocab, replicate"
+    ):
         make("gpt", overrides={"lm_head": "diagonal"})
     with pytest.raises(
         ValueError, match=r"body\.4\.weight .*tensor_parallel_size=2 does not divide 9. Use one of 1, 3, 9"
