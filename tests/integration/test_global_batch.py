@@ -130,5 +130,6 @@ def _refuse_all():
     batches = Batches(range(SAMPLES), 4, False)
     _refused(DataLoader(_data(), batch_sampler=batches), "the batch size of a Batches cannot be changed")
     _refused(
-        {"a": loader, "b": DataLoader(_data(), 1)}, "has to accumulate 7 batches of this training loader, but 1 of"
+        {"a": loader, "b": DataLoader(_data(), 1)},
+        "has to accumulate 7 batches of this training loader, but another loader or setting needs 1",
     )
