@@ -95,15 +95,15 @@ class GlobalBatchSize(pl.Callback):
         wanted = self.global_batch_size
         if wanted % replicas:
             raise ValueError(
-                f"global_batch_size={wanted} cannot be shared by {replicas} data-parallel ranks alike. Use a multiple"
-                f" of {replicas}, such as {-(-wanted // replicas) * replicas}, or another number of ranks."
+                f"global_batch_size={wanted} cannot be divided evenly among {replicas} data-parallel ranks. Use a"
+                f" multiple of {replicas}, such as {-(-wanted // replicas) * replicas}, or another number of ranks."
             )
         sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
         size = getattr(sampler, "batch_size", None)
         if not isinstance(size, int):
             raise ValueError(
-                f"GlobalBatchSize({wanted}) does not see how many samples a batch of {type(loader).__name__} has. Use a"
-                " DataLoader(batch_size=...), or a batch_sampler with a batch_size."
+                f"GlobalBatchSize({wanted}) cannot determine how many samples a batch of {type(loader).__name__} has."
+                " Use a DataLoader(batch_size=...), or a batch_sampler with a batch_size."
             )
         share = wanted // replicas
         fitting = next(number for number in range(min(size, share), 0, -1) if share % number == 0)
@@ -114,8 +114,8 @@ class GlobalBatchSize(pl.Callback):
         before = trainer.accumulate_grad_batches if self._batches is None else self._batches
         if before != batches and (self._batches is not None or before != 1):
             raise ValueError(
-                f"GlobalBatchSize({wanted}) has to accumulate {batches} batches of this training loader, but {before}"
-                " of another one or by another setting. Give all training loaders one batch_size, and leave"
+                f"GlobalBatchSize({wanted}) has to accumulate {batches} batches of this training loader, but another"
+                f" loader or setting needs {before}. Give all training loaders the same batch_size, and leave"
                 " accumulation to this callback."
             )
         self._batches = batches
@@ -125,8 +125,8 @@ class GlobalBatchSize(pl.Callback):
     def _resize(self, loader: Any, sampler: Any, size: int, fitting: int) -> None:
         if type(sampler) is not BatchSampler:
             raise ValueError(
-                f"Batches of {size} samples do not make global_batch_size={self.global_batch_size}, and a"
-                f" {type(sampler).__name__} cannot be told to make others. Let it make batches of {fitting}."
+                f"Batches of {size} samples do not add up to global_batch_size={self.global_batch_size}, and the batch"
+                f" size of a {type(sampler).__name__} cannot be changed. Have it make batches of {fitting}."
             )
 
         def set_size(number: int) -> None:

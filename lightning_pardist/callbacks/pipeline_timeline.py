@@ -49,8 +49,8 @@ class PipelineTimeline(pl.Callback):
         self._seen, self.timeline = 0, None
         if _pipeline_of(trainer) is None:
             raise ValueError(
-                f"PipelineTimeline shows the stages of a pipeline, which {type(trainer.strategy).__name__} has not."
-                " Use strategy='pardist_pp' or another pipeline, or remove the callback."
+                f"PipelineTimeline shows the stages of a pipeline, but {type(trainer.strategy).__name__} has none. Use"
+                " strategy='pardist_pp' or another pipeline, or remove the callback."
             )
 
     @override
@@ -76,7 +76,9 @@ class PipelineTimeline(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if 0 < self._seen <= self.step:
-            rank_zero_info(f"PipelineTimeline shows the last of {self._seen} step(s): step {self.step} did not come.")
+            rank_zero_info(
+                f"PipelineTimeline shows the last of {self._seen} step(s): the run ended before step {self.step}."
+            )
             self._write(trainer, self._pipeline(trainer))
 
     def _write(self, trainer: pl.Trainer, pipeline: PipelineAxis) -> None:

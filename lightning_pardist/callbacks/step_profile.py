@@ -104,8 +104,8 @@ class StepProfile(pl.Callback):
             default_store().delete_key(_key(trainer.global_rank))
         if trainer.world_size > 1 and not isinstance(trainer.strategy, PardistStrategy):
             rank_zero_warn(
-                f"StepProfile cannot see where {type(trainer.strategy).__name__} waits inside of torch, and counts it"
-                " as compute. Use a strategy of this package to have waits told apart."
+                f"StepProfile cannot see where {type(trainer.strategy).__name__} waits inside of torch, and counts"
+                " these waits as compute. Use a strategy of this package to measure waits separately."
             )
 
     @override

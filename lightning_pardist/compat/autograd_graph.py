@@ -20,9 +20,10 @@ from lightning_pardist.compat.contract import Private
 from lightning_pardist.compat.fake_tensors import no_modes
 
 NAMES = (
-    Private("torch.autograd.graph.Node._input_metadata", "losses weighed by what they count", "loss_weight='samples'",
+    Private("torch.autograd.graph.Node._input_metadata", "losses weighted by what they count", "loss_weight='samples'",
             on_instances=True),
-    Private("torch._C._autograd.SavedTensor.unpack_hook", "telling held tensors from data in a loss, no hook asked",
+    Private("torch._C._autograd.SavedTensor.unpack_hook",
+            "telling held tensors from data in a loss, without running hooks",
             "take what needs no gradient as data, as kept() does where the name is gone"),
 )  # fmt: skip
 _SUFFIX = re.compile(r"Backward\d*$")

@@ -104,8 +104,8 @@ class DefaultGroup:
         if call.caller is not None and call.names & _COUNTING:
             self._warn(
                 call.caller,
-                f"This combines values of all {world.size()} ranks, of which only {self.group.size()} see"
-                " different samples: those of the others count several times. Use self.all_gather, sync_dist=True, or"
+                f"This combines values of all {world.size()} ranks, but only {self.group.size()} of them see different"
+                " samples: the samples of the others count several times. Use self.all_gather, sync_dist=True, or"
                 " group=self.trainer.strategy.data_group.",
             )
         return world

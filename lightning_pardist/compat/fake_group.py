@@ -114,7 +114,9 @@ def alone_among(world_size: int, *, rank: int, stands_for: str, broadcast: Broad
         RuntimeError: If the process already has a process group.
     """
     if dist.is_initialized():
-        raise RuntimeError("A plan is made before ranks are connected: this process has a process group.")
+        raise RuntimeError(
+            "A plan has to be made before ranks are connected, but this process already has a process group."
+        )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -231,4 +231,6 @@ def cell_of(function: Callable[..., Any]) -> types.CellType:
         if callable(cell.cell_contents):
             found: types.CellType = cell
             return found
-    raise RuntimeError(f"torch {torch.__version__} has {function.__name__} in a form that is not known here.")
+    raise RuntimeError(
+        f"torch {torch.__version__} defines {function.__name__} in a form that lightning_pardist does not know."
+    )

@@ -152,10 +152,10 @@ class DistributedContext:
         dist.all_gather_object(found, batches, group=self._start)
         if len(set(found)) > 1 or math.isinf(batches):
             raise RuntimeError(
-                f"Workers have {', '.join(f'{each:g}' for each in found)} batches in an epoch, and those that train"
-                " without each other (lost_workers) stop at the same step only with as many each. Give the training"
-                " loader a length that is alike on all workers (a DistributedSampler does, limit_train_batches may),"
-                " or set lost_workers='end'."
+                f"Workers have {', '.join(f'{each:g}' for each in found)} batches in an epoch, but workers that train"
+                " independently of each other (lost_workers) stop at the same step only if they have equally many."
+                " Give the training loader the same length on all workers (a DistributedSampler does,"
+                " limit_train_batches may), or set lost_workers='end'."
             )
         dist.barrier(self._start)
         self._start = None
@@ -255,9 +255,9 @@ class DistributedContext:
             watchdog.read_losses()
             if watchdog.lost:
                 raise RuntimeError(
-                    f"Rank {', '.join(map(str, watchdog.lost))} has gone in an earlier run of this script, and this one"
-                    " needs all ranks. Use the strategy with lost_workers again, or start a job for what comes behind"
-                    f" it. {next(iter(watchdog.lost.values()))}"
+                    f"Rank {', '.join(map(str, watchdog.lost))} was lost in an earlier run of this script, and this run"
+                    " needs all ranks. Use the strategy with lost_workers again, or start a new job for the runs that"
+                    f" follow. {next(iter(watchdog.lost.values()))}"
                 )
 
     def served(self) -> None:
@@ -276,8 +276,8 @@ class DistributedContext:
         while not job_store().check(keys):
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"Servers have not come to the end of the run within {2 * self.timeout_s + _LAST_LOSS_S:g} s behind"
-                    " the first worker (twice timeout_s, and a moment)."
+                    f"Servers did not reach the end of the run within {2 * self.timeout_s + _LAST_LOSS_S:g} s after the"
+                    " first worker (twice timeout_s plus a margin)."
                 )
             time.sleep(_POLL_S)
 

@@ -57,8 +57,8 @@ class Failure:
     def in_started_ranks(cls, start_method: str) -> Failure:
         """Return the failure of ranks started by spawn or fork, for the calling process."""
         why = (
-            f"the ranks were processes of their own (start_method={start_method!r}), and what they trained has ended"
-            " with them; start_method='popen' keeps the first rank in this process"
+            f"the ranks were separate processes (start_method={start_method!r}), and what they trained was lost when"
+            " they ended; start_method='popen' keeps the first rank in this process"
         )
         return cls("", why, elsewhere=True)
 
@@ -69,9 +69,9 @@ class Failure:
         said = "".join(traceback.format_exception_only(exception))
         what = hashlib.sha256("\n".join([said, *lines]).encode()).hexdigest()
         if isinstance(exception, KeyboardInterrupt):
-            return cls(what, "each rank was interrupted at a place of its own")
+            return cls(what, "each rank was interrupted at a different place")
         if is_echo(exception):
-            return cls(what, "another rank has failed, or the connection to it")
+            return cls(what, "another rank, or the connection to it, has failed")
         return cls(what)
 
     def refusal(
@@ -114,14 +114,14 @@ class Failure:
             for other in [each for each in sorted(missing) if store.check([str(each)])]:
                 what, why_alone, reached = json.loads(store.get(str(other)))
                 if why_alone or what != self.what:
-                    return f"rank {other} did not raise the same at the same place"
+                    return f"rank {other} did not raise the same exception at the same place"
                 if reached != progress:
-                    return f"rank {other} raised the same, but at {reached}, and rank {rank} at {progress}"
+                    return f"rank {other} raised the same exception, but at {reached}, and rank {rank} at {progress}"
                 missing.discard(other)
             for other in missing:
                 if is_blocked(other):
-                    return f"rank {other} waits in a collective for those that have failed"
+                    return f"rank {other} waits in a collective for the ranks that have failed"
             if missing and time.monotonic() > deadline:
-                return f"rank {min(missing)} has not raised the same within {_WAIT_S:g} s"
+                return f"rank {min(missing)} has not raised the same exception within {_WAIT_S:g} s"
             time.sleep(_POLL_S)
         return ""

@@ -523,8 +523,8 @@ def _command(local_rank: int) -> tuple[Any, str | None]:
 _HINTS = {
     "SIGKILL": " (the kernel does that when memory runs out)",
     "SIGABRT": (
-        " (gloo does that to a rank that is sent another size than it expects: ranks called a collective with tensors"
-        " of different sizes)"
+        " (gloo does that to a rank that receives more or fewer bytes than it expects: ranks called a collective with"
+        " tensors of different sizes)"
     ),
 }
 

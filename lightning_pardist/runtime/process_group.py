@@ -170,8 +170,8 @@ def _await_everybody(store: Store, world_size: int, timeout: timedelta) -> None:
     except dist.DistStoreError as error:
         arrived = store.add("pardist/arrived", 0)
         raise TimeoutError(
-            f"{arrived} of {world_size} ranks have come after {timeout.total_seconds():.0f} s. See in the other ranks'"
-            " output why they did not start, or whether they were started at all."
+            f"{arrived} of {world_size} ranks connected within {timeout.total_seconds():.0f} s. Check in the other"
+            " ranks' output why they did not start, or whether they were started at all."
         ) from error
 
 

@@ -156,8 +156,8 @@ def _connect(meeting: RendezvousEndpoint, deadline: float) -> Store:
         time.sleep(_POLL_S)
     raise TimeoutError(
         f"Rank 0 was not found at {meeting.address}, port {', '.join(map(str, meeting.ports))} ({seen}). Check that"
-        " every rank was started, that this host resolves and reaches that address, and that no firewall stands"
-        " between; `pardist doctor`, started like the training, says which."
+        " every rank was started, that this host resolves and reaches that address, and that no firewall blocks it."
+        " `pardist doctor`, started in the same way as the training, finds which of these fails."
     )
 
 
@@ -201,7 +201,7 @@ def _fresh(store: Store, rank: int, world_size: int, deadline: float, where: str
                 time.sleep(_POLL_S)
         if not missing:
             return PrefixStore(f"pardist/{own}", store)
-        who = f"{len(missing)} of {world_size} ranks, rank {missing[0]} among them,"
+        who = f"{len(missing)} of {world_size} ranks (rank {missing[0]}, for example)"
     else:
         answered: set[str] = set()
         while time.monotonic() < deadline:
@@ -215,7 +215,7 @@ def _fresh(store: Store, rank: int, world_size: int, deadline: float, where: str
                     return PrefixStore(f"pardist/{start}", store)
             time.sleep(_POLL_S)
         who = "Rank 0"
-    raise TimeoutError(f"{who} did not come to the store at {where}. Check that every rank was started.")
+    raise TimeoutError(f"{who} did not connect to the store at {where}. Check that every rank was started.")
 
 
 def interface_towards(meeting: RendezvousEndpoint) -> str | None:

@@ -57,8 +57,8 @@ class ReturnedPredictions:
         by_rank = [torch.load(path, weights_only=False) for path in files]
         if len(files) > 1:
             rank_zero_info(
-                f"trainer.predict returns the batches of {len(files)} ranks in turns: the first of each, then the"
-                " second."
+                f"trainer.predict returns the batches of {len(files)} ranks interleaved: the first batch of each rank,"
+                " then the second."
             )
         loaders = [
             [batch for batch in chain.from_iterable(zip_longest(*parts, fillvalue=_MISSING)) if batch is not _MISSING]

@@ -233,8 +233,8 @@ def figures_of_ranks(module: pl.LightningModule, found: str) -> str:
         found: Description of the figure.
     """
     return (
-        f"{original_class(module).__name__}.training_step computes its loss with a number that it makes of all samples"
-        f" of its batch without a gradient ({found}), and each rank has some of them only: training is not that of one"
-        " process. Make it of self.all_gather(...), or choose a strategy whose ranks see whole batches (pardist_tp,"
-        " pardist_mp). check_samples=False leaves this test out."
+        f"{original_class(module).__name__}.training_step computes its loss with a value that is reduced over the batch"
+        f" without a gradient ({found}). Each rank computes this value from its own samples only, so training differs"
+        " from that of a single process. Compute it from self.all_gather(...), or choose a strategy whose ranks see"
+        " whole batches (pardist_tp, pardist_mp). check_samples=False disables this check."
     )

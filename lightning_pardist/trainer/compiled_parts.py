@@ -56,15 +56,15 @@ class CompiledParts:
             return
         if not module.automatic_optimization:
             raise ValueError(
-                f"compile='step': {type(module).__name__} optimizes by hand, so that backward passes and optimizer"
-                " steps are inside of the step. Use compile='blocks'."
+                f"compile='step': {type(module).__name__} optimizes by hand (automatic_optimization=False), so backward"
+                " passes and optimizer steps run inside the step. Use compile='blocks'."
             )
         weight = self._context.loss_weight
         if weight in ("auto", "tokens") and self._context.dims.batch_size > 1:
             raise ValueError(
-                f"compile='step' hides what a loss counts, and loss_weight={weight!r} reads it off the loss' graph to"
-                " weigh the ranks' losses. Use compile='blocks', or set loss_weight: 'samples' if all samples count"
-                " alike, 'sum', or a function of the batch."
+                f"compile='step' hides the loss' graph, from which loss_weight={weight!r} reads the counts that weight"
+                " the ranks' losses. Use compile='blocks', or set loss_weight: 'samples' if all samples count equally,"
+                " 'sum', or a function of the batch."
             )
 
     def compile_blocks(self, module: pl.LightningModule) -> None:

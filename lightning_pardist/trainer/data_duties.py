@@ -129,7 +129,7 @@ class DataParallelDuties:
         self._looks_for_figures = context.check_samples and context.in_lockstep and self._trains(trainer)
         whole_updates = context.in_lockstep and context.data_group.size() > 1
         if context.check_samples and whole_updates and self._trains(trainer):
-            remedy = "Trainer(sync_batchnorm=True) does so over ranks."
+            remedy = "Trainer(sync_batchnorm=True) normalizes over all ranks."
             self._batch_norms = WatchedBatchNorms(module, "rank", remedy, apart=True)
         group = context.batch_group
         if self.broadcast_buffers:
@@ -303,10 +303,11 @@ class DataParallelDuties:
             return
         self._has_warned = True
         rank_zero_warn(
-            f"Buffers follow each rank's own samples ({', '.join(names)}), where one process would have those of all."
-            " The first rank's are kept, as by Lightning's ddp. Combine what they are made from in the step, by"
-            " self.all_gather(...) or self.trainer.strategy.reduce(...), or choose a strategy whose ranks see the same"
-            " samples, such as pardist_tp. broadcast_buffers=False keeps each rank's own."
+            f"Buffers depend on each rank's own samples ({', '.join(names)}); in a single process they depend on all"
+            " samples. The first rank's buffers are kept, as in Lightning's ddp. Combine the values they are computed"
+            " from over ranks in the step, by self.all_gather(...) or self.trainer.strategy.reduce(...), or choose a"
+            " strategy whose ranks see the same samples, such as pardist_tp. broadcast_buffers=False keeps each rank's"
+            " own."
         )
 
     def synchronize_buffers(self) -> None:

@@ -111,7 +111,10 @@ class DeepSpeedConfig:
     def warn(self) -> None:
         """Warn once with the list of settings that have no counterpart."""
         if self.ignored:
-            rank_zero_warn(f"No counterpart here, and left out, of the DeepSpeed config: {', '.join(self.ignored)}.")
+            rank_zero_warn(
+                "These settings of the DeepSpeed config have no counterpart here and are ignored:"
+                f" {', '.join(self.ignored)}."
+            )
 
     def apply(self, trainer: pl.Trainer, *, replicas: int) -> None:
         """Apply the settings that belong to the Trainer. Called by the strategy during setup.

@@ -186,8 +186,8 @@ class JobWideGradients:
         others = [param for param in given if param not in known]
         if any(param.grad is not None for param in others):
             raise ValueError(
-                f"Gradients of {type(self.module).__name__} and of tensors outside of it are clipped in one call."
-                " Clip them in two: the module's are spread over ranks."
+                f"Gradients of {type(self.module).__name__} and of tensors outside of it are clipped in one call. The"
+                " module's gradients are distributed over ranks, the others are not. Clip them in two calls."
             )
         return ours, []
 

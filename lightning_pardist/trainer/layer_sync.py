@@ -61,9 +61,9 @@ class WatchedBatchNorms:
         self._layers = {}
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         rank_zero_warn(
-            f"Batch norms ({listed}) normalize each {self._who}'s samples by themselves: training is not that of one"
-            f" process, which normalizes all samples of a batch together. {self._remedy} check_samples=False leaves"
-            " this out."
+            f"Batch norms ({listed}) normalize each {self._who}'s samples separately: training differs from that of a"
+            f" single process, which normalizes all samples of a batch together. {self._remedy} check_samples=False"
+            " disables this check."
         )
 
 

@@ -272,7 +272,8 @@ class LoaderState:
         if samples % now or not same_step:
             rank_zero_warn(
                 f"The checkpoint was saved in the middle of an epoch with a global batch of {before} samples, now it is"
-                f" {now}: the run goes on at sample {samples // now * now} of the epoch; {samples % now} come twice."
+                f" {now}: the run resumes at sample {samples // now * now} of the epoch, and {samples % now} samples"
+                " are repeated."
             )
         for name in ("ready", "started", "processed", "completed"):
             setattr(current, name, samples // now)

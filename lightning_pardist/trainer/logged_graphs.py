@@ -41,8 +41,9 @@ class LoggedGraphs:
                 # Not raised, since it fails on one rank only and the others would wait. Some modules need their device.
                 why = (str(error).splitlines() or [""])[0]
                 rank_zero_warn(
-                    f"{type(logger).__name__} could not draw the module's graph on the host, before ranks take it apart"
-                    f" ({type(error).__name__}: {why}). Train without it, or draw it in a process by itself."
+                    f"{type(logger).__name__} could not log the module's graph on the host, before the module is split"
+                    f" over ranks ({type(error).__name__}: {why}). Train without the graph, or log it in a separate"
+                    " process."
                 )
             self._attached.attach(_leave_out_once(logger))
         # The other ranks have drawn no random numbers.

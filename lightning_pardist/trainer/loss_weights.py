@@ -98,17 +98,17 @@ def coupled_samples(module: pl.LightningModule, reason: str, who: str = "rank") 
         who: What holds a part of the batch.
     """
     return (
-        f"The loss of {original_class(module).__name__}.training_step couples the samples of a batch ({reason}),"
-        f" and each {who} has some of them only: training is not that of one process with all of them."
+        f"The loss of {original_class(module).__name__}.training_step couples the samples of a batch ({reason}), but"
+        f" each {who} has only some of them: training differs from that of a single process with all of them."
     )
 
 
 def unlike_losses(module: pl.LightningModule) -> str:
     """Return the warning for losses whose terms differ between parts of a batch."""
     return (
-        f"The loss of {original_class(module).__name__}.training_step consists of other terms for some parts of a"
-        " batch than for others, so that what counts in each is not known: it is weighed by samples, and training may"
-        " differ from that of one process. Compute the same terms in every step, or set loss_weight."
+        f"The loss of {original_class(module).__name__}.training_step has different terms for different parts of a"
+        " batch, so it is unknown what counts in each part. The parts are weighted by their number of samples, and"
+        " training may differ from that of a single process. Compute the same terms in every step, or set loss_weight."
     )
 
 
@@ -116,18 +116,19 @@ def divided_by_numbers(module: pl.LightningModule) -> str:
     """Return the warning for sums that ranks divide by different Python numbers."""
     return (
         f"The loss of {original_class(module).__name__}.training_step has a sum over samples that ranks divide by"
-        " different numbers, as they would by counts, and what these count is not known: they were taken for constants,"
-        " and training may differ from that of one process. Divide by the tensor that counts (mask.sum().clamp(min=1),"
-        " without int() or item()), or set loss_weight."
+        " different numbers, such as counts. What these numbers count is unknown, so they are treated as constants,"
+        " and training may differ from that of a single process. Divide by a tensor that holds the count"
+        " (mask.sum().clamp(min=1), without int() or item()), or set loss_weight."
     )
 
 
 def unlike_settings(module: pl.LightningModule) -> str:
     """Return the warning for optimizers whose settings differ between ranks."""
     return (
-        f"The optimizers of {original_class(module).__name__} have other settings on other ranks (a learning rate),"
-        " with which each rank updates what it holds: training is not that of one process, and ranks drift apart."
-        " Set them by what all ranks have: self.all_gather(value).mean(), or logged values in trainer.callback_metrics."
+        f"The optimizers of {original_class(module).__name__} have different settings on different ranks (learning"
+        " rates, for example). Each rank updates what it holds with its own settings: training differs from that of a"
+        " single process, and ranks drift apart. Compute the settings from values that are equal on all ranks:"
+        " self.all_gather(value).mean(), or logged values in trainer.callback_metrics."
     )
 
 

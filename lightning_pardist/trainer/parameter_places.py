@@ -34,9 +34,9 @@ def keep_places(module: nn.Module, strategy: str) -> Callable[[], None]:
         if any(own is parameter for own in layer.parameters(recurse=False)):
             path = f"{layers[id(layer)]}.{name}".lstrip(".")
             raise RuntimeError(
-                f"A parameter was registered anew as {path} during the run (as torch.nn.utils.prune does), and each"
-                f" rank of {strategy} has a part of the model's parameters only. Do that before Trainer.fit or after"
-                " it, or use pardist_ddp, pardist_zero1 or pardist_zero2."
+                f"A parameter was registered again as {path} during the run (as torch.nn.utils.prune does), but each"
+                f" rank of {strategy} holds only a part of the model's parameters. Do that before or after Trainer.fit,"
+                " or use pardist_ddp, pardist_zero1 or pardist_zero2."
             )
 
     return register_module_parameter_registration_hook(refuse).remove

@@ -189,8 +189,8 @@ class PreemptionHandler:
             rank_zero_info("The job goes back to the queue, and will continue from there.")
             if problem := environment.requeue():
                 rank_zero_info(
-                    f"But it could not be sent there: {problem}. It ends with status {AGAIN_STATUS}, on which its batch"
-                    " script can call `scontrol requeue $SLURM_JOB_ID`."
+                    f"But the job could not be requeued: {problem}. It ends with status {AGAIN_STATUS}, on which its"
+                    " batch script can call `scontrol requeue $SLURM_JOB_ID`."
                 )
         self._context.stopping = _STATUS[asked]
         # All ranks exit together, since an early exit of one could be treated as a failure by the others.

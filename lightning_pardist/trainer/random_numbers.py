@@ -56,8 +56,8 @@ def drawn_apart(what: str, how: str) -> str:
         how: Which rank draws for which samples.
     """
     return (
-        f"{what} draws random numbers (dropout, sampling, augmentation), {how}: they are distributed as those of one"
-        " process, and are not the same numbers."
+        f"{what} draws random numbers (dropout, sampling, augmentation), {how}: they have the distribution of a single"
+        " process's numbers, but not the same values."
     )
 
 

@@ -82,8 +82,8 @@ class RanksApart:
                 self._trainer.state.stopped or distributed.is_follower
             ) and time.monotonic() - began > distributed.timeout_s:
                 raise RuntimeError(
-                    f"Rank {distributed.global_rank} has waited {distributed.timeout_s:g} s for the first one ({what})."
-                    " All ranks have to make the same calls of the Trainer."
+                    f"Rank {distributed.global_rank} has waited {distributed.timeout_s:g} s for the first rank"
+                    f" ({what}). All ranks have to make the same calls of the Trainer."
                 )
             time.sleep(_POLL_S)
 
@@ -144,8 +144,8 @@ class RanksApart:
         while self._store.add("read", 0) < distributed.apart:
             if time.monotonic() - began > distributed.timeout_s:
                 raise RuntimeError(
-                    f"The first rank has waited {distributed.timeout_s:g} s for ranks that only serve to take the"
-                    " results of an evaluation. All ranks have to make the same calls of the Trainer."
+                    f"The first rank has waited {distributed.timeout_s:g} s for the serving ranks to read the results"
+                    " of an evaluation. All ranks have to make the same calls of the Trainer."
                 )
             time.sleep(_POLL_S)
 
@@ -155,8 +155,8 @@ def _is_there(store: Store, key: str) -> bool:
         return bool(store.check([key]))
     except RuntimeError as error:
         raise RuntimeError(
-            f"The ranks that train have ended while one that only serves waited for them ({key})."
-            " All ranks have to make the same calls of the Trainer."
+            f"The ranks that train ended while a serving rank waited for them ({key}). All ranks have to make the same"
+            " calls of the Trainer."
         ) from error
 
 

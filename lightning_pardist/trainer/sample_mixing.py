@@ -130,7 +130,9 @@ class SampleMixing:
         modules = list(self.root.modules())
         # Hooks would be traced into compiled code, and without gradients it would be compiled once more.
         if samples is None or samples < 2 or any(map(is_closed, modules)):
-            rank_zero_debug("Whether layers mix samples is not looked at: a batch of one, or compiled modules.")
+            rank_zero_debug(
+                "It is not checked whether layers mix samples: the batch has one sample, or modules are compiled."
+            )
             yield
             return
         self._samples = samples
@@ -178,7 +180,7 @@ class SampleMixing:
                     try:
                         found = self._mixes(call, times)
                     except Exception as error:
-                        rank_zero_debug(f"Whether {names[call.module]!r} mixes samples is not known ({error}).")
+                        rank_zero_debug(f"Could not check whether {names[call.module]!r} mixes samples ({error}).")
                         continue
                     if found is not None:
                         return names[found]
@@ -335,10 +337,10 @@ def mixed_samples(root: nn.Module, name: str, who: str) -> str:
     kind = original_class(root.get_submodule(name)).__name__
     layer = f"{name} ({kind})" if name else f"{kind}.forward"
     return (
-        f"{layer} makes something else of a sample if there are other samples in the batch (a choice by all of them,"
-        f" say), and each {who} has some of them only: if the batch's first dim holds samples, training is not that of"
-        " one process. Strategies whose ranks see"
-        " whole batches do as one process does (pardist_tp, pardist_mp). check_samples=False leaves this test out."
+        f"{layer} gives another result for a sample if there are other samples in the batch (it selects among all of"
+        f" them, for example), but each {who} has only some of them: if the batch's first dim holds samples, training"
+        " differs from that of a single process. Strategies whose ranks see whole batches give the results of a single"
+        " process (pardist_tp, pardist_mp). check_samples=False disables this check."
     )
 
 

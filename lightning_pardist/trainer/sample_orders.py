@@ -77,7 +77,7 @@ class SampleOrders(TorchFunctionMode):
         # Boolean results are logged, or select from tensors that have an order themselves.
         if len(orders) > 1 and (name == "__setitem__" or any(each.dtype != torch.bool for each in results)):
             how = next((self._names[order] for order in orders if order in self._names), "")
-            self.found = f"{name.strip('_')} of results whose samples are in two orders, one by {how}"
+            self.found = f"{name.strip('_')} of tensors whose samples are in different orders, one by {how}"
             return
         dim, order = known[0]
         for each in results if len(orders) == 1 else []:

@@ -253,11 +253,10 @@ class SharedEpochs:
         if not new:
             return
         who, others = f"worker{'s' * (len(new) > 1)} {', '.join(map(str, new))}", len(dealt.here)
-        text = f"Epochs behind epoch {self._epoch} are divided over {others} workers, without {who}."
+        text = f"Epochs after epoch {self._epoch} are divided among {others} workers, without {who}."
         if left:
             text += (
-                f" The {left} batches that were left of its share in this one are given to them, in {turns} more steps"
-                " each."
+                f" The {left} batches left of its share of this epoch go to these workers, in {turns} more steps each."
             )
         rank_zero_info(text)
         if not turns:
@@ -358,9 +357,9 @@ class SharedEpochs:
             only: DataLoader[Any] = loaders[0]
             return only
         raise ValueError(
-            f"lost_workers='share' of {self._name} gives the batches of a worker that is gone to the others, which"
-            f" have to know them, and {found}. Train with one DataLoader of a map-style dataset that has batch_size and"
-            " the sampler that the Trainer puts in (shuffle=True or False), or a DistributedSampler by"
+            f"lost_workers='share' of {self._name} distributes the batches of a lost worker among the others, which"
+            f" have to be able to compute them, but {found}. Train with one DataLoader of a map-style dataset that has"
+            " batch_size and the sampler that the Trainer inserts (shuffle=True or False), or a DistributedSampler by"
             " trainer.distributed_sampler_kwargs; or set lost_workers='report'."
         )
 
@@ -384,7 +383,7 @@ class SharedEpochs:
         place, workers = self._workers.index(self._rank), len(self._workers)
         if (sampler.rank, sampler.num_replicas) != (place, workers):
             return (
-                f"the training loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, where"
-                f" this worker's is rank {place} of {workers}"
+                f"the training loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas},"
+                f" instead of rank {place} of {workers}"
             )
         return None

@@ -215,8 +215,8 @@ class StateDicts:
         here = context.dims.size(*(name for axis in axes for name in axis.mesh_axes))
         if len(rests) + 1 != here:
             rank_zero_info(
-                f"The checkpoint holds the optimizers of {len(rests) + 1} model(s) that were trained apart, this run"
-                f" trains {here}: all go on with the first one's."
+                f"The checkpoint holds the optimizer states of {len(rests) + 1} separately trained model(s), this run"
+                f" trains {here}: all of them continue with the first model's."
             )
             return
         if not (island := context.island):

@@ -32,10 +32,10 @@ from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 
 #: ``"join"`` uses every batch of every rank, ``"drop"`` only as many per rank as all ranks have.
 UnevenInputs = Literal["join", "drop"]
-_APART = "Ranks that work on the same batches together have different numbers of them"
+_APART = "Ranks that share their batches have different numbers of batches"
 _ALIKE = (
-    "Give the ranks of a tensor, pipeline or context group the same batches: share samples out by"
-    " trainer.distributed_sampler_kwargs (rank, num_replicas) in place of global_rank and world_size."
+    "Give the ranks of a tensor, pipeline or context group the same batches: distribute samples by"
+    " trainer.distributed_sampler_kwargs (rank, num_replicas) instead of global_rank and world_size."
 )
 
 
@@ -78,8 +78,8 @@ class EvenFetcher(PrefetchFetcher):
             self.fetched += 1
         if self._latest is None:
             raise ValueError(
-                "A rank has no batch of an epoch in which others have some. Give each rank a batch at least, or set"
-                " uneven_inputs='drop'."
+                "A rank has no batch in an epoch in which other ranks have some. Give each rank at least one batch, or"
+                " set uneven_inputs='drop'."
             )
         self._settle(is_through)
         return self._latest
@@ -170,8 +170,8 @@ class EvenSteps:
             return
         if shortest == 0 and self._mode == "join":
             raise ValueError(
-                f"One rank's training loader has no batch and another's has {longest:.0f}. Give each rank a batch at"
-                " least, or set uneven_inputs='drop'."
+                f"One rank's training loader has no batch and another's has {longest:.0f}. Give each rank at least one"
+                " batch, or set uneven_inputs='drop'."
             )
         steps = None
         if longest != float("inf"):

@@ -168,7 +168,7 @@ def _refused(make, by_hand):
         (functools.partial(TensorParallelStrategy, compile="blocks"), False, "computes on split tensors"),
         (functools.partial(HybridStrategy, context_parallel_size=2, compile="blocks"), False, "split tensors"),
         (functools.partial(PipelineStrategy, compile="blocks"), False, "runs a step in pieces"),
-        (functools.partial(DDPStrategy, compile="step"), False, "loss_weight='auto' reads it off"),
+        (functools.partial(DDPStrategy, compile="step"), False, "loss_weight='auto' reads the counts"),
         (functools.partial(DDPStrategy, compile="step", loss_weight="sum"), True, "optimizes by hand"),
         (functools.partial(DDPStrategy, compile="blocks"), None, "was compiled as a whole"),
     ],

@@ -45,7 +45,7 @@ def test_a_spawned_run_can_be_saved_and_its_optimizer_restored(tmp_path):
 @pytest.mark.slow
 def test_predictions_come_back_from_forked_ranks(tmp_path):
     finished = run_script(SPAWNED, "pardist_ddp_fork", "predict", str(tmp_path))
-    assert "the batches of 2 ranks in turns" in finished.output, finished.output
+    assert "the batches of 2 ranks interleaved" in finished.output, finished.output
     assert "predicted 32 samples" in finished.output, finished.output
 
 
@@ -125,7 +125,7 @@ def test_an_interrupted_run_says_so_last(strategy, start, rank):
         pytest.param(
             "pardist_ddp_fork",
             "all",
-            "the ranks were processes of their own (start_method='fork')",
+            "the ranks were separate processes (start_method='fork')",
             marks=pytest.mark.slow,
         ),
         pytest.param("pardist_ddp", "0", "rank 1 ", marks=pytest.mark.slow),

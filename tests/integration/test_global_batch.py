@@ -56,7 +56,7 @@ def _fit(strategy, world, batch_size, *, max_steps=-1, resume=None, save=None, *
     kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
     loader = DataLoader(_data(), batch_size, sampler=DistributedSampler(_data(), shuffle=False, **kwargs))
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*come twice.*")
+        warnings.filterwarnings("error", message=".*samples are repeated.*")
         trainer.fit(module, loader, ckpt_path=resume)
     assert (loader.batch_size, loader.batch_sampler.batch_size) == (batch_size, batch_size)
     assert module.steps == (max_steps if max_steps > 0 else 12)
@@ -117,7 +117,7 @@ def test_what_cannot_be_kept_is_refused():
 
 
 def _refuse_on_two():
-    fix = "shared by 2 data-parallel ranks alike. Use a multiple of 2, such as 8"
+    fix = "divided evenly among 2 data-parallel ranks. Use a multiple of 2, such as 8"
     _refused(DataLoader(_data(), 7), fix, devices=2)
 
 
@@ -126,9 +126,10 @@ def _refuse_all():
     _refused(loader, r"and so does Trainer\(accumulate_grad_batches=2\)", accumulate_grad_batches=2)
     schedule = pl.callbacks.GradientAccumulationScheduler({0: 2})
     _refused(loader, "and so does GradientAccumulationScheduler", callbacks=[schedule])
-    _refused(_data(), "does not see how many samples a batch of TensorDataset has")
+    _refused(_data(), "cannot determine how many samples a batch of TensorDataset has")
     batches = Batches(range(SAMPLES), 4, False)
-    _refused(DataLoader(_data(), batch_sampler=batches), "a Batches cannot be told to make others")
+    _refused(DataLoader(_data(), batch_sampler=batches), "the batch size of a Batches cannot be changed")
     _refused(
-        {"a": loader, "b": DataLoader(_data(), 1)}, "has to accumulate 7 batches of this training loader, but 1 of"
+        {"a": loader, "b": DataLoader(_data(), 1)},
+        "has to accumulate 7 batches of this training loader, but another loader or setting needs 1",
     )

@@ -387,7 +387,9 @@ def test_samples_that_are_put_together_are_said_once(strategy, parts, loss):
 def test_samples_that_a_step_mixes_are_said_once(strategy, sizes, given, who):
     parts = 2 if strategy == "pp" else 1
     said, *_ = run_ranks(parts * len(sizes), _warned, sizes, given, strategy, "mixed_up", parts)
-    assert sum("in two orders, one by an index" in each and f"and each {who} has some" in each for each in said) == 1
+    assert (
+        sum("in different orders, one by an index" in each and f"but each {who} has only" in each for each in said) == 1
+    )
 
 
 @pytest.mark.push("ddp-*", "tp-*")
@@ -417,7 +419,7 @@ def test_samples_that_are_gathered_before_they_are_compared(loss, strategy):
     """As warnings recommend: each rank has the whole loss, which no count weighs, and nothing is to be said."""
     _run(strategy, sizes=UNEVEN if loss == "overlap_of_all" else EVEN, module={"loss": loss})
     said, *_ = run_ranks(2, _warned, EVEN, {}, strategy, loss, 1)
-    assert not [each for each in said if "training is not that of one process" in each]
+    assert not [each for each in said if "that of a single process" in each]
 
 
 @pytest.mark.parametrize(("strategy", "parts"), [("ddp", 1), ("zero3", 1), ("tp", 2)])
@@ -434,7 +436,7 @@ def test_numbers_that_differ_between_ranks_are_no_constants():
 @pytest.mark.parametrize(("strategy", "everywhere"), [("ddp", False), ("zero3", False), ("ddp", True)])
 def test_settings_of_optimizers_that_differ_between_ranks_are_said_once(strategy, everywhere):
     said, *_ = run_ranks(2, _warned, EVEN, {}, strategy, "ignored", 1, everywhere)
-    assert sum("have other settings on other ranks" in each for each in said) == (not everywhere)
+    assert sum("have different settings on different ranks" in each for each in said) == (not everywhere)
 
 
 def test_whole_batches_without_a_count_go_by_samples():

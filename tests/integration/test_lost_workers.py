@@ -72,7 +72,7 @@ def test_further_runs_do_without_who_is_gone_or_are_refused(then, tmp_path):
     finished = lose(tmp_path, "kill", 1, LOSE_AGAIN=then)
     if then == "ddp":
         assert finished.code == 1
-        assert "Rank 1 has gone in an earlier run of this script, and this one needs all ranks" in finished.output
+        assert "Rank 1 was lost in an earlier run of this script, and this run needs all ranks" in finished.output
         assert not finished.left
         return
     assert finished.code == 0, finished.output

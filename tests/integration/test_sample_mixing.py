@@ -73,7 +73,7 @@ def test_the_layer_is_named_once_and_the_search_changes_nothing(strategies):
         for found in (first[name], second[name]):
             said, silenced, (searched, no_alarm), (left, _) = found
             assert len(said) == (found is first[name]), name
-            assert not said or said[0].startswith("net.1 (Capacity) makes something else of a sample")
+            assert not said or said[0].startswith("net.1 (Capacity) gives another result for a sample")
             assert (silenced, no_alarm) == ([], [])
             assert all(torch.equal(searched[key], left[key]) for key in left)
 
@@ -113,7 +113,7 @@ def test_batch_norms_of_each_rank_are_named(strategy):
     found, others = run_ranks(2, _normalizing, strategy)
     assert [said for _, said in others] == [[]] * 5
     (_, (said,)), (weights, *_), *_, (_, thawed) = found
-    assert said.startswith("Batch norms (net.1.1) normalize each rank's samples by themselves")
+    assert said.startswith("Batch norms (net.1.1) normalize each rank's samples separately")
     assert [said for _, said in found[1:4]] == [[]] * 3
     assert thawed == [said]
     assert_close(weights, _normalize()[0])
@@ -130,7 +130,7 @@ def test_batch_norms_of_a_pipeline_are_named_or_see_whole_batches():
         said = [each for _, each in found]
         assert [len(each) for each in said] == ([1, 1, 1, 0, 0, 1] if rank == 0 else [0] * 6)
         if rank == 0:
-            assert "Batch norms (net.1.1) normalize each micro-batch's samples by themselves" in said[0][0]
+            assert "Batch norms (net.1.1) normalize each micro-batch's samples separately" in said[0][0]
             assert "sync_batchnorm=True" in said[0][0]
             assert "num_microbatches" in said[1][0]
             assert "sync_batchnorm=True normalizes all samples of a batch" in said[2][0]

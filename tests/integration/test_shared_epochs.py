@@ -145,8 +145,8 @@ class Stream(IterableDataset):
         (lambda: [loader(3, 0), loader(3, 0)], "there are 2 training loaders"),
         (lambda: DataLoader(range(4), batch_size=2, shuffle=True), "in the order of a RandomSampler"),
         (lambda: loader(3, 0, batch_size=None), "has no batch_size"),
-        (lambda: loader(3, 1), "is for rank 1 of 3, where this worker's is rank 0 of 3"),
-        (lambda: loader(2, 0), "is for rank 0 of 2, where this worker's is rank 0 of 3"),
+        (lambda: loader(3, 1), "is for rank 1 of 3, instead of rank 0 of 3"),
+        (lambda: loader(2, 0), "is for rank 0 of 2, instead of rank 0 of 3"),
     ],
 )
 def test_loaders_whose_batches_nobody_else_knows_are_refused(loaders, message):
@@ -162,7 +162,7 @@ def test_a_job_trains_on_everything_once_without_a_worker(tmp_path):
     (line,) = told(finished)
     assert "Worker 1 has gone after 3 updates" in line
     assert "and take over the rest of its share of the data" in line
-    assert "The 5 batches that were left of its share in this one are given to them, in 3 more steps" in finished.output
+    assert "The 5 batches left of its share of this epoch go to these workers, in 3 more steps" in finished.output
     found = done(finished)
     assert sorted(found) == [0, 2, 3]
     assert {each["step"] for each in found.values()} == {8 + 3 + 12}
@@ -195,7 +195,7 @@ def test_a_second_loss_among_the_batches_of_a_first_one_leaves_nothing_out(tmp_p
     first, second = told(finished)
     assert "Worker 1 has gone after 1 updates" in first
     assert "Worker 2 has gone after 4 updates" in second
-    assert "The 2 batches that were left of its share in this one are given to them, in 1 more steps" in finished.output
+    assert "The 2 batches left of its share of this epoch go to these workers, in 1 more steps" in finished.output
     for epoch in (0, 1):
         assert sorted(trained(tmp_path, epoch)) == list(range(128))
     steps = [step["batch"] for step in samples_of(tmp_path, 0)]

@@ -204,7 +204,7 @@ def _prune(name, world):
 
 def _refuses_to_prune(names, world):
     for name in names:
-        with pytest.raises(RuntimeError, match=r"registered anew as head.0.weight_orig .* use pardist_ddp"):
+        with pytest.raises(RuntimeError, match=r"registered again as head.0.weight_orig .* use pardist_ddp"):
             _prune(name, world)
 
 

@@ -234,4 +234,4 @@ def _fit_by_global_rank(strategy, kind):
 @pytest.mark.parametrize("strategy", ["tp", "pp"])
 def test_ranks_of_one_group_with_different_numbers_of_batches(strategy, kind):
     for message in run_ranks(2, _fit_by_global_rank, strategy, kind):
-        assert message.startswith("Ranks that work on the same batches together have different numbers of them: ")
+        assert message.startswith("Ranks that share their batches have different numbers of batches: ")

@@ -77,7 +77,7 @@ def test_recomputed_functions():
 def test_functions_behind_a_wrapper():
     for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.get_total_norm):
         assert callable(patches.cell_of(function).cell_contents)
-    with pytest.raises(RuntimeError, match="in a form that is not known here"):
+    with pytest.raises(RuntimeError, match="in a form that lightning_pardist does not know"):
         patches.cell_of(test_functions_behind_a_wrapper)
 
 

@@ -134,7 +134,7 @@ def _found(step):
 
 @pytest.mark.parametrize("step", MIXED)
 def test_samples_in_two_orders_are_found(step):
-    assert "of results whose samples are in two orders, one by " in _found(step)
+    assert "of tensors whose samples are in different orders, one by " in _found(step)
 
 
 @pytest.mark.parametrize("step", PLAIN)
