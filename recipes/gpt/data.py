@@ -20,7 +20,7 @@ SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/t
 
 
 class Windows(Dataset):
-    """Dataset of byte windows: a sample is a window of a text and the same window shifted by one byte, both ``[context]``.
+    """Dataset of byte windows: a sample is a window of a text and the window one byte later, both ``[context]``.
 
     Args:
         text: The text's bytes.
