@@ -340,7 +340,7 @@ def _measure(strategy: str, kinds: Sequence[str], options: Any, limit_s: float) 
 
 
 def _most_sent(strategy: str, kind: str, ranks: int) -> float | None:
-    """Return what all ranks send in a training step, in models: ``2 Psi (N-1)/N`` a rank, ``3 Psi (N-1)/N`` under ZeRO-3.
+    """Return what all ranks send in a training step, in models: ``2 Psi (N-1)/N`` a rank, ``3 Psi (N-1)/N`` for ZeRO-3.
 
     The update of whole matrices adds at most ``Psi/N (N-1)/N`` a rank for gradients and the same for new values, and
     under ZeRO-3 once more for values.

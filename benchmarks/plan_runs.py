@@ -70,7 +70,7 @@ class _Timed(pl.Callback):
 
 
 def train(cell: Cell, devices: int, steps: int, *, timed: bool) -> Any:
-    """Return seconds per step, bytes by kind at the third step's peak, or a refusal's message. Collective over all ranks."""
+    """Return seconds per step, bytes by kind at the third step's peak, or a refusal's message. Collective."""
     torch.manual_seed(0)
     callback = _Timed() if timed else StepLedger(step=3)
     loader = DataLoader(MODELS[cell.model].data(steps * cell.batch_size), batch_size=cell.batch_size)
@@ -104,7 +104,7 @@ def serve(text: str, devices: int, *, timed: bool) -> None:
 
 
 def run_cells(cells: Sequence[tuple[Cell, int]], devices: int, *, timed: bool, limit_s: float) -> Iterator[list[Any]]:
-    """Yield the results of all ranks for one cell after another; stop early if a rank exits or the time limit is reached.
+    """Yield all ranks' results for one cell after another; stop early if a rank exits or the time limit is reached.
 
     Args:
         cells: Cells with their numbers of steps.

@@ -55,5 +55,5 @@ class Settings:
 
     @property
     def total_steps(self) -> int:
-        """Number of batches a candidate must provide: all rounds, and one more step, before which the last round is closed."""
+        """Number of batches a candidate must provide: all rounds, and one step more, which closes the last round."""
         return self.rounds * self.steps_a_round + 1

@@ -70,7 +70,7 @@ def _wave_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 def _spoken(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
-    """Spectrograms, 80 or 128 bands with time last or first by the model, and labels of which some are ignored."""
+    """Return spectrograms of 80 bands with time last, and labels of which some are ignored."""
     return torch.randn(count, 80, 64, generator=draw), *_labelled_tokens(count, draw)[1:]
 
 
@@ -79,7 +79,7 @@ def _captioned(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
 
 
 def _segmented(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
-    """Images, and a class of every pixel, 255 where it is ignored."""
+    """Return images, and the class of every pixel, 255 where it is ignored."""
     classes = torch.randint(CLASSES, (count, PIXELS, PIXELS), generator=draw)
     ignored = torch.rand(count, PIXELS, PIXELS, generator=draw) < 1 / 4
     return torch.randn(count, 3, PIXELS, PIXELS, generator=draw), classes.masked_fill(ignored, 255)
@@ -90,7 +90,7 @@ def _spectra(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
 
 
 def _series(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
-    """The past and the future of two channels, ``[count, time, channel]``."""
+    """Return the past and the future of two channels, ``[count, time, channel]``."""
     whole = torch.randn(count, 64, 2, generator=draw).cumsum(1) / 4
     return whole[:, :48], whole[:, 48:]
 
