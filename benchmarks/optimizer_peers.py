@@ -71,7 +71,7 @@ class ByHand:
 
 @functools.cache
 def _mesh() -> Any:
-    """Return one mesh for all runs: torch caches layouts by equal meshes, and dion requires the very group of its mesh."""
+    """Return one mesh for all runs: torch caches layouts by equal meshes, and dion requires its mesh's very group."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (dist.get_world_size(),))
