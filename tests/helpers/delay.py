@@ -51,7 +51,7 @@ def main(delay_ms: float, mbit: float, hosts: list[str]) -> None:
                 if packet[0] >> 4 != 4 or target is None:
                     continue
                 took = len(packet) * 8e-6 / mbit if mbit else 0.0
-                # Models fair queueing, the hosts' default: small packets such as acknowledgements bypass the data queue.
+                # Models fair queueing, the hosts' default: small packets such as acknowledgements bypass queued data.
                 leaves = now + took if len(packet) < _SMALL else max(now, free_at[end]) + took
                 if leaves - now > _QUEUE_S:
                     continue

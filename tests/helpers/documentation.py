@@ -133,7 +133,7 @@ def blocks(language: str) -> list[Block]:
 
 
 def _strings(node: ast.AST) -> str:
-    """Return a string expression as text, with ``\0`` in place of interpolated values."""
+    """Return a string expression as text, with ``\\0`` in place of interpolated values."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -143,7 +143,7 @@ def _strings(node: ast.AST) -> str:
 
 @cache
 def messages() -> tuple[str, ...]:
-    """Every string of the package's source, with values left out."""
+    """Return every string of the package's source, with interpolated values left out."""
 
     def found() -> Iterator[str]:
         for path in sorted(PACKAGE.rglob("*.py")):

@@ -56,7 +56,7 @@ def busy_module(layer):
 
 
 def assert_checkpoints_go_round(strategies, module, folder):
-    """Move a checkpoint from one process through each strategy on four ranks, one epoch each, and back to one process."""
+    """Move a checkpoint from one process through each strategy on four ranks, an epoch each, and back."""
     path, epochs = folder / "1.ckpt", len(strategies) + 1
     fit(module=module, save=path, max_epochs=1)
     for epoch, strategy in enumerate(strategies, 2):

@@ -9,7 +9,7 @@ RTOL = 1e-5
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = RTOL) -> None:
-    """Check that every tensor is within ``rtol`` of its counterpart's largest magnitude (or of 1e-3, if that is larger)."""
+    """Check that every tensor is within ``rtol`` of its counterpart's largest magnitude (at least 1e-3)."""
     assert actual.keys() == expected.keys()
     worst = []
     for name, want in expected.items():

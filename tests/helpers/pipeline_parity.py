@@ -28,7 +28,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One parity run."""
+    """Settings of one parity run."""
 
     model: str
     schedule: str = "1f1b"
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What training left behind."""
+    """Results of a training run."""
 
     losses: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
@@ -91,7 +91,7 @@ def train_alone(case: Case, counts: list[int]) -> Outcome:
 
 
 def train_as_pipeline(case: Case) -> tuple[Outcome, list[int], int]:
-    """Train on every rank; return the outcome (state complete), micro-batches of each step, and bytes freed on this rank."""
+    """Train on every rank; return the outcome with the complete state, micro-batches of each step, and bytes freed here."""
     model, batch = make(case.model, case.batch_size)
     sample = split_batch(batch, case.num_microbatches)[0].value
     recorded = record_step(model, model.training_step, sample)

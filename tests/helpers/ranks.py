@@ -1,8 +1,8 @@
 """Run functions on N ranks that are started once per test session.
 
 Imports take seconds; forking a rank from a server that has made them takes milliseconds. There is one pool of ranks
-per world size, each rank keeps its gloo process group between calls, and a call that fails or hangs discards the pool:
-one test cannot affect the next.
+per world size, each rank keeps its gloo process group between calls, and a call that fails, hangs or leaves too many
+threads discards the pool: one test cannot affect the next.
 """
 
 from __future__ import annotations

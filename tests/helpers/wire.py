@@ -21,7 +21,7 @@ def sent_bytes(call: Callable[[], object], rounds: int = 4) -> int:
 
 @contextmanager
 def counting(counts: list[int]) -> Iterator[None]:
-    """Append the bytes sent over loopback inside the block, with TCP headers; for tests marked ``alone``, on every rank.
+    """Append the bytes sent over loopback inside the block, TCP headers included; for ``alone`` tests, on every rank.
 
     Take the minimum of several: retransmissions and other programs only add to the count. Skips the test if there is no
     counter.

@@ -2,7 +2,7 @@
 
 ``strategy`` may be a list whose members train one after another; ``settings`` are arguments of the strategy;
 ``step_s`` and ``samples`` set the duration; ``batch_size`` is per rank, by default a share of 12; ``global_batch_size``
-is maintained by accumulation; ``checkpoint_every`` is in steps; rank ``fault_rank`` raises its ``fault`` at step
+is maintained by accumulation; ``checkpoint_every`` is in steps; rank ``fault_rank`` triggers its ``fault`` at step
 ``fault_at``, but only in the first start of the job.
 """
 
