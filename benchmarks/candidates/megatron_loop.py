@@ -1,4 +1,4 @@
-"""GPT split by hand over tensor-parallel ranks as in Megatron-LM, on plain collectives; compared with ``pardist_tp``."""
+"""GPT split by hand over tensor-parallel ranks as in Megatron-LM, on plain collectives: peer of ``pardist_tp``."""
 
 from __future__ import annotations
 

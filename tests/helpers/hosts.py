@@ -38,7 +38,7 @@ def why_no_hosts() -> str | None:
 
 
 class Hosts:
-    """Context manager of simulated hosts: ``Hosts(2)`` makes ``h1`` at 10.99.0.1 and ``h2`` at 10.99.0.2; files are shared."""
+    """Context manager of simulated hosts: ``Hosts(2)`` makes h1 at 10.99.0.1 and h2 at 10.99.0.2; files are shared."""
 
     def __init__(self, count: int = 2) -> None:
         self.names = [f"h{index + 1}" for index in range(count)]

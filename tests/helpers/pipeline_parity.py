@@ -91,7 +91,7 @@ def train_alone(case: Case, counts: list[int]) -> Outcome:
 
 
 def train_as_pipeline(case: Case) -> tuple[Outcome, list[int], int]:
-    """Train on every rank; return the outcome with the complete state, micro-batches of each step, and bytes freed here."""
+    """Train on every rank; return the outcome with complete state, micro-batches of each step, and bytes freed here."""
     model, batch = make(case.model, case.batch_size)
     sample = split_batch(batch, case.num_microbatches)[0].value
     recorded = record_step(model, model.training_step, sample)

@@ -34,7 +34,7 @@ def quiet_trainer(**kwargs: Any) -> pl.Trainer:
 
 
 class Losses(pl.Callback):
-    """Callback that records this rank's loss of every batch, and the final optimizer state as a checkpoint would store it."""
+    """Callback that records this rank's loss of every batch, and the final optimizer state as checkpoints store it."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
