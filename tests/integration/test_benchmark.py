@@ -20,7 +20,7 @@ def _command(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *arguments],
         cwd=ROOT,
-        env=os.environ | ENVIRONMENT | {"PARDIST_TEST_WITHOUT": "transformers,scipy"},  # matplotlib is needed for the chart
+        env=os.environ | ENVIRONMENT | {"PARDIST_TEST_WITHOUT": "transformers,scipy"},  # the chart needs matplotlib
         capture_output=True,
         text=True,
         timeout=100,

@@ -1,4 +1,4 @@
-"""Common user patterns with checkpoints, under strategies that shard or split the module, and afterwards without them."""
+"""Common user patterns with checkpoints, under strategies that split the module, and afterwards without any."""
 
 import os
 from unittest.mock import Mock

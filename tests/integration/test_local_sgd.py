@@ -76,7 +76,7 @@ def _fit(inside, ranks, optimizer, sync_every, further=None, options=None, ckpt_
 
 
 def _simulate(islands, optimizer, sync_every, outer=None, start=0, meetings=()):
-    """Simulate in one process: every island's part of each batch in turn, and a parameter mean every ``sync_every`` steps.
+    """Simulate in one process: every island's part of each batch in turn, and a mean every ``sync_every`` steps.
 
     ``outer`` gives learning rate and momentum of DiLoCo's outer step; gradients are averaged before step ``start``.
     """
