@@ -142,7 +142,7 @@ def test_codes_that_depend_on_neighbours_are_refused_on_tensor_ranks():
     for codes in (CodesSetting("int8", None, None), CodesSetting(None, "int4", True), CodesSetting(None, "bf16", True)):
         with pytest.raises(ValueError, match=r"each of the 2 tensor ranks.*norms, biases"):
             codes.check(split)
-    # bf16 quantises each number separately; int8 is accepted without data parallelism, where no gradients are exchanged.
+    # bf16 quantises each number separately; int8 is accepted without data parallelism: no gradients are exchanged.
     CodesSetting("bf16", None, None).check(split)
     CodesSetting("int8", "int8", True).check(SimpleNamespace(precision=None, dims=ParallelDims(tensor_parallel=2)))
 

@@ -414,7 +414,7 @@ def test_a_penalty_at_points_that_the_module_holds(strategy, sizes, given):
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("loss", [loss.__name__ for loss in GATHERED])
 def test_samples_that_are_gathered_before_they_are_compared(loss, strategy):
-    """Samples gathered as warnings recommend: each rank has the whole loss, no count weights it, and nothing is warned."""
+    """Samples gathered as warnings recommend: each rank has the whole loss, no count weights it, no warning appears."""
     _run(strategy, sizes=UNEVEN if loss == "overlap_of_all" else EVEN, module={"loss": loss})
     said, *_ = run_ranks(2, _warned, EVEN, {}, strategy, loss, 1)
     assert not [each for each in said if "training is not that of one process" in each]

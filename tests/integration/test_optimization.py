@@ -151,7 +151,7 @@ class ManualLbfgs(Closure):
 
 
 class Gan(Base):
-    """GAN with alternating optimizers and optional toggling; a shared encoder is excluded from the discriminator's step."""
+    """GAN with alternating optimizers and optional toggling; a shared encoder is excluded from the critic's step."""
 
     toggle = True
 

@@ -46,7 +46,7 @@ def _same_as_one_process(module_class):
 
 
 class TargetNetwork(Base):
-    """Target network that is set to the online one's values in every step but the first (DQN), and once to old values."""
+    """Target network set to the online one's values in every step but the first (DQN), and once to old values."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
