@@ -89,7 +89,7 @@ class Scaling(nn.Module):
 
 
 class ScalesBack(Base):
-    """One stage multiplies by a drawn number and a later one divides by it; some of the generators are the module's own."""
+    """One stage multiplies by a drawn number and a later one divides by it; some generators are the module's own."""
 
     def __init__(self, unstaged):
         super().__init__()

@@ -228,7 +228,7 @@ def test_a_lone_encoder_layer(strategy):
 
 
 class NowAndThen(Regression):
-    """Calls the model additionally in its first run (like FLOP counters), or with the first batch (like image logging)."""
+    """Calls the model once more in its first run (like FLOP counters), or with the first batch (like image logging)."""
 
     def __init__(self, when, training=False):
         super().__init__()

@@ -160,7 +160,7 @@ class Augmented(Normalized):
 
 
 def _drawing(strategy):
-    """Return log messages about draws: with dropout, without, with repeated planning runs of the step, and in a hook."""
+    """Return log messages about draws: with dropout, without, with repeated planning runs, and with draws in a hook."""
     found, logger = [], logging.getLogger("lightning.pytorch")
     for module in (Net(nn.Identity()), Normalized(), Net(nn.BatchNorm1d(8, affine=False)), Augmented()):
         said = Said()

@@ -59,7 +59,7 @@ def loader(workers, rank, *, shuffle=True, size=SIZE, **options):
 
 
 def fit(rank, losses, *, workers=3, epochs=3, loaders=None, **options):
-    """Train as one of several workers with simulated losses: at each synchronisation, the lost workers and their progress."""
+    """Train as one of several workers with simulated losses: at each meeting, the lost workers and their progress."""
     found = options.pop("settings", {})
     trainer = quiet_trainer(
         strategy="pardist_ddp", devices=1, max_epochs=epochs, use_distributed_sampler=False, num_sanity_val_steps=0,
@@ -109,7 +109,7 @@ def test_steps_validation_and_schedules_are_those_of_a_longer_epoch():
     assert [step for epoch, step in module.steps if epoch == 1] == [2, 5, 8, 11]
     assert module.validated == [(0, 7), (1, 11)]
     assert module.rates == [5e-5, 2.5e-5]
-    # The epoch must not count as complete at the original length.
+    # With validation in the middle of an epoch.
     module = fit(0, [{1: (0, 0), 2: (0, 4)}, {}], epochs=2, val_check_interval=3)
     assert module.validated == [(0, 2), (0, 5), (1, 2), (1, 5), (1, 8), (1, 11)]
     module = fit(0, [{1: (0, 0), 2: (0, 4)}, {}], epochs=2, val_check_interval=0.5)
@@ -225,7 +225,7 @@ def test_a_run_goes_on_with_what_was_left_of_an_epoch(tmp_path):
         more, later = (1, 12) if fault == "kill" else (0, 8)
         assert {each["step"] for each in done(resumed).values()} == {step + turns + more + later}
         check_replay(folder, begin=tmp_path / f"step={step}.ckpt", size=8 * BATCH * 3)
-    # Under any other strategy, the remaining batches of the epoch are trained on every rank.
+    # Other strategies continue after as many batches as all workers together have begun.
     module = LoseModule()
     trainer = quiet_trainer(strategy="pardist_ddp", devices=1, max_epochs=2, default_root_dir=tmp_path)
     loader = DataLoader(dataset(8 * BATCH * 3), batch_size=BATCH)
