@@ -258,7 +258,7 @@ def test_gradients_that_are_not_finite_are_seen_once():
 
 
 def _halves():
-    """Return the mean error of received int4 gradients that are the same in every step."""
+    """Return the largest error of the mean of received bf16 gradients, sent as int4 and the same in every step."""
     remainders, steps = Remainders(), 200
     mine = torch.randn(2 * 64, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
     total = torch.zeros(64)

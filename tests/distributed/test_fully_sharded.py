@@ -291,7 +291,7 @@ def _through_a_vector(module):
 
 
 def _changed_by_hand():
-    """Change parameters inside steps, where the root is gathered and blocks are not, and outside, where all is sharded."""
+    """Change parameters inside steps, where only the root is gathered, and outside, where everything is sharded."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for inside, outside in ((_shrink, _clip), (_clip, _shrink), (_clip, _through_a_vector)):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Samples that a step puts next to others of its batch."""
+"""Detection of steps that combine neighbouring samples of a batch."""
 
 import numpy as np
 import pytest
