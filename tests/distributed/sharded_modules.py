@@ -72,7 +72,7 @@ class Gpt(Step):
 
 
 class DirectWeight(Gpt):
-    """``F.linear(h, self.tokens.weight)`` uses a unit's parameter outside its module's call; a penalty uses another's."""
+    """``F.linear(h, self.tokens.weight)`` uses a unit's parameter outside its module; a penalty uses another's."""
 
     def __init__(self):
         super().__init__()

@@ -70,7 +70,7 @@ def test_sequence_parallel_replaces_all_reduces_by_halves():
     (found, planned, clean), *_ = run_ranks(2, count_collectives, 2, {"sequence_parallel": True})
     assert clean
     forward, backward = found
-    # On gloo a reduce-scatter is an all-to-all. Each former all-reduce is a gather and a scatter; one more for the loss.
+    # On gloo a reduce-scatter is an all-to-all. Each former all-reduce is a gather and a scatter; one for the loss.
     assert forward["alltoall_base_"] == 5
     assert forward["allgather_"] == 5 + 1
     assert backward["alltoall_base_"] == 5
