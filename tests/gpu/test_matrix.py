@@ -88,7 +88,7 @@ def _check(results, feature, *, optimizer=True):
     for rank, of_rank in enumerate(results):
         for module, got in of_rank.items():
             want = _expected(module, feature)
-            # In half precision small biases are noise: only losses and metrics are compared; the tests below are bit for bit.
+            # In half precision small biases are noise: only losses and metrics are compared here.
             for part in ("losses", "weights", "metrics") if tolerance < 1e-3 else ("losses", "metrics"):
                 assert_close(got[part], want[part], rtol=tolerance)
             if rank == 0 and optimizer and tolerance < 1e-3:

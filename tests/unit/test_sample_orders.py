@@ -1,4 +1,4 @@
-"""Detection of steps that combine neighbouring samples of a batch."""
+"""Detection of steps that combine samples with a reordering of their batch."""
 
 import numpy as np
 import pytest

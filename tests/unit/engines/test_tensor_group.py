@@ -1,4 +1,4 @@
-"""A tensor group's per-step records are the same on all ranks, independent of tensors' memory addresses."""
+"""A tensor group's cached copies: eviction depends on the number of other tensors, not on their memory addresses."""
 
 import torch
 
@@ -7,7 +7,7 @@ from tests.helpers.ranks import cpu_mesh, run_ranks
 
 
 def _lives(keep):
-    """Return the number of other tensors recorded for one, which are kept alive or not."""
+    """Return the number of other tensors after which a cached copy is evicted; they are kept alive or freed."""
     group = TensorGroup(cpu_mesh((1,), ("tensor_parallel",)))
     shared = torch.ones(2, requires_grad=True)
     kept = []
