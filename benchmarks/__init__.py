@@ -1,1 +1,1 @@
-"""Benchmarks of the strategies beside the common alternatives: ``python -m benchmarks --help``."""
+"""Benchmarks of the strategies against common alternatives: ``python -m benchmarks --help``."""

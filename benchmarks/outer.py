@@ -4,7 +4,7 @@ Without ``--full`` a small model trains for few steps with one seed.
 
 Each way trains the GPT recipe's model on the same number of samples and then validates it on the last tenth of the
 text, in a process of its own with four ranks by default. Bytes are those a rank has written to its sockets during
-training, as counted by the system, beside the formula ``2 Psi (K-1)/K`` per synchronisation. Each line is printed as
+training, as counted by the system, next to the formula ``2 Psi (K-1)/K`` per synchronisation. Each line is printed as
 soon as it is measured.
 """
 

@@ -46,9 +46,9 @@ def load(module: LightningDataModule, source: str, readers: Mapping[str, Callabl
     Inside a ``Trainer``, every process must call it: the choice is compared with rank zero's.
 
     Args:
-        module: The data module that asks, for its name in messages and for its trainer.
+        module: The calling data module; provides its name for messages, and its trainer.
         source: A name among ``readers``, or ``"auto"``.
-        readers: Name to function. A reader raises ``FileNotFoundError``, with the reason, where its data is missing.
+        readers: Functions by name. A reader raises ``FileNotFoundError``, with the reason, if its data is missing.
 
     Raises:
         ValueError: If ``source`` is not a known name.
@@ -119,9 +119,9 @@ def fetch(download: Callable[[], object], url: str, timeout_s: float = 5.0) -> s
 class EpochShuffle(RandomSampler):
     """Sampler with a new order each epoch that depends only on the run's seed and the epoch.
 
-    Where several processes share the data, Lightning replaces a ``RandomSampler`` by a ``DistributedSampler``, and this
-    is the order of that one. So one process with batches of 64 and four with batches of 16 train on the same 64 samples
-    at every step.
+    If several processes share the data, Lightning replaces a ``RandomSampler`` by a ``DistributedSampler``, whose order
+    this sampler reproduces: one process with batches of 64 and four with batches of 16 train on the same 64 samples at
+    every step.
 
     Args:
         data: What to index, anything with a length.

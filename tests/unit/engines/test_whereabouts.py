@@ -1,4 +1,4 @@
-"""Detection of the positions where ranks are."""
+"""Tracking of where in the program ranks are, and how long they have been idle there."""
 
 import threading
 import time
