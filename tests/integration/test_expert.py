@@ -345,7 +345,7 @@ class Silent(Mixture):
 
 
 class Lucky(Mixture):
-    """Module that calls no experts in the first batch of one rank."""
+    """Module that calls no experts on the first rank."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) if self.global_rank else self.head.weight.sum()

@@ -1,4 +1,4 @@
-"""Tracking of where in the program ranks are, and how long they have been idle there."""
+"""Hang diagnosis: reports of ranks' stacks, and detection of stalled processes."""
 
 import threading
 import time
