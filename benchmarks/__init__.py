@@ -1,1 +1,1 @@
-"""Strategies measured side by side with what people use today: ``python -m benchmarks --help``."""
+"""Benchmarks of the strategies against common alternatives: ``python -m benchmarks --help``."""

@@ -1,4 +1,4 @@
-"""The command: measure, then write JSON, Markdown and a picture."""
+"""Measure strategies and baselines in turns, then write JSON, Markdown and a chart."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _BASELINES = ("ddp", "torch_ddp", "one_process")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what the command line says; the exit status."""
+    """Run the benchmark that the command line describes; return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
-    # Before anything starts a thread: only then may an ordinary user have a network namespace.
+    # Must precede the first thread: an unprivileged user cannot unshare a network namespace in a threaded process.
     own_network = options.network == "own" and options.accelerator == "cpu" and network.isolate()
 
     if options.accelerator == "cpu":

@@ -1,14 +1,14 @@
 """Time and memory of a checkpoint: ``python -m benchmarks.checkpoints [--parameters M] [--ranks N] [--rounds R]``.
 
-One model with its Adam state, whole on every rank, is saved and loaded by
+A model with its Adam state, replicated on every rank, is saved and loaded by
 
-- ``lightning``: Lightning's own file, written by the first rank, as its ``ddp`` does;
+- ``lightning``: Lightning's own file, written by rank zero, as its ``ddp`` does;
 - ``dcp``: torch's distributed checkpoint, written by all ranks;
-- ``full``: our single file, complete or absent, flushed to the disk, checked when it is loaded;
-- ``sharded``: our folder, likewise, written by all ranks;
-- ``sharded async``: the same in the background; ``save`` is the time that training waits.
+- ``full``: this package's single file, complete or absent, flushed to disk, verified when it is loaded;
+- ``sharded``: this package's folder, with the same guarantees, written by all ranks;
+- ``sharded async``: the same in the background; ``save`` is the time for which training is blocked.
 
-Candidates take turns in processes of their own. Peak memory is what the largest rank held beyond model and optimizer.
+Candidates take turns in processes of their own. Peak memory is the largest rank's, beyond model and optimizer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _model(million: float) -> Any:
 
 
 class _Peak:
-    """Largest anonymous memory of this process over a block, beyond what there was at its begin, in MB."""
+    """Peak anonymous memory of this process within a block, beyond its value at the start of the block, in MB."""
 
     def __enter__(self) -> _Peak:
         self.mb, self._begin, self._over = 0.0, _anonymous_mb(), threading.Event()
@@ -73,7 +73,7 @@ def _anonymous_mb() -> float:
 
 
 def _steps(candidate: str, module: Any, optimizer: Any, path: str) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """What saves, and what loads; the first returns what is still to be waited for."""
+    """Return a candidate's save and load functions; save returns a thread to join, or None."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp

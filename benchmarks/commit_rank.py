@@ -1,6 +1,6 @@
-"""One rank of one commit, started by :mod:`benchmarks.compare`: the workload by this checkout, the package by that one.
+"""Run one rank of one commit for :mod:`benchmarks.compare`: workload from this checkout, package from the commit.
 
-``python -m benchmarks.commit_rank FILE_DESCRIPTOR SETTINGS STRATEGY``; the package is found first on ``PYTHONPATH``.
+``python -m benchmarks.commit_rank FILE_DESCRIPTOR SETTINGS STRATEGY``; ``PYTHONPATH`` must list the package first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.settings import Settings
 
 
 class _Recorder(pl.Callback):
-    """Passes the gate before every batch and keeps the losses of the round, dropped steps included."""
+    """Callback that passes the gate before every batch and records the losses of a round, including dropped steps."""
 
     def __init__(self, settings: Settings, channel: Channel) -> None:
         self._gate = Gate(settings, channel, more=self._losses_of_round)
@@ -46,7 +46,7 @@ class _Recorder(pl.Callback):
 
 
 def main(descriptor: str, settings_json: str, strategy: str) -> None:
-    """Train until the harness ends this process."""
+    """Train until the harness kills this process."""
     channel = Channel(Connection(int(descriptor)))
     try:
         torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def main(descriptor: str, settings_json: str, strategy: str) -> None:
         fit(settings, strategy_of(strategy), devices=settings.devices, callback=_Recorder(settings, channel))
     except BaseException:
         channel.send("failed", trace=traceback.format_exc())
-    # Another rank may wait for this one in a collective: the harness ends both.
+    # Another rank may be blocked in a collective with this one: the harness kills both.
     os._exit(1)
 
 

@@ -1,8 +1,8 @@
-"""Two commits in turns: equal losses, and the ratio of their speeds. ``python -m benchmarks.compare --help``.
+"""Compare two commits in turns: equality of losses and ratio of speeds. ``python -m benchmarks.compare --help``.
 
-[Note: one workload] Models, data and the loop that measures are this checkout's for both; the package alone is each
-commit's own, out of a worktree. So a change of the benchmarks is no difference between the commits, and an older commit
-can be compared although its internals have other names: of the package only names of strategies are used.
+[Note: one workload] Models, data and the measuring loop come from this checkout for both commits; only the package is
+the commit's own, from a worktree. A change of the benchmarks thus makes no difference between the commits, and an older
+commit can be compared although its internals have other names: only names of strategies are used of the package.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from benchmarks.workloads import WORKLOADS, sizes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_pardist"
-#: The name of the files as they are, committed or not.
+#: Revision that stands for the files of this checkout, committed or not.
 WORKING_TREE = "."
 _STRATEGIES = ("pardist_ddp", "pardist_zero2", "pardist_zero3", "pardist_tp", "pardist_pp")
 _START_TIMEOUT_S, _ROUND_TIMEOUT_S = 180.0, 900.0
 
 
 class _Child(subprocess.Popen[bytes]):
-    """A process with the one method of multiprocessing's that the harness needs beside ``kill``."""
+    """Process with the one method of multiprocessing's that the harness needs besides ``kill``."""
 
     def join(self) -> None:
         self.wait()
 
 
 class CommitRanks(RankSet):
-    """The ranks of one commit.
+    """Ranks of one commit.
 
     Args:
-        package: Folder that holds the commit's package and nothing else.
+        package: Folder that contains only the commit's package.
         strategy: Name, with arguments as in ``pardist_ddp@bucket_size_mb=10``.
-        settings: Of the run.
-        folder: For what the ranks print.
+        settings: Settings of the run.
+        folder: Folder for the ranks' output.
     """
 
     def __init__(self, package: Path, strategy: str, *, settings: Settings, folder: Path) -> None:
@@ -65,7 +65,7 @@ class CommitRanks(RankSet):
         with log.open("wb") as printed:
             return _Child(
                 command,
-                # Outside of the checkout, which Python would put in front of the path.
+                # Outside the checkout, which Python would otherwise put first on the path.
                 cwd=log.parent,
                 env=os.environ | environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 pass_fds=[there.fileno()],
@@ -76,12 +76,12 @@ class CommitRanks(RankSet):
 
 @dataclass
 class Measured:
-    """One commit on one workload under one strategy.
+    """Measurements of one commit on one workload under one strategy.
 
     Attributes:
-        round_s: Median step of every round, in seconds.
-        cpu_s: CPU seconds per rank and step, of every round.
-        losses: Of every rank, every step.
+        round_s: Median step time of every round, in seconds.
+        cpu_s: CPU seconds per rank and step of every round.
+        losses: Losses of every step, by rank.
     """
 
     round_s: list[float] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Measured:
     losses: list[list[float]] = field(default_factory=list)
 
     def add(self, reports: list[dict[str, Any]]) -> None:
-        """Take the reports of a round, one a rank."""
+        """Add the reports of a round, one per rank."""
         step_s = [statistics.fmean(times) for times in zip(*(report["step_s"] for report in reports), strict=True)]
         self.round_s.append(statistics.median(step_s))
         self.cpu_s.append(statistics.fmean(report["cpu_s"] for report in reports) / len(step_s))
@@ -101,16 +101,16 @@ class Measured:
 def measure_pair(
     packages: tuple[Path, Path], strategy: str, settings: Settings, *, say: Callable[[str], None] = print
 ) -> tuple[Measured, Measured]:
-    """Train both commits in turns: A B, B A, A B, ..., so that neither always follows the other.
+    """Train both commits in turns, A B, B A, A B, ..., to balance the order effect.
 
     Args:
         packages: Folders with each commit's package.
         strategy: Name of the strategy.
-        settings: Of the run.
-        say: Called with what goes on.
+        settings: Settings of the run.
+        say: Called with progress messages.
 
     Raises:
-        RuntimeError: If a rank fails, with what it printed.
+        RuntimeError: If a rank fails, with its output.
     """
     found = (Measured(), Measured())
     with tempfile.TemporaryDirectory(prefix="pardist-compare-") as folder:
@@ -142,7 +142,7 @@ def _check_package(used: Path, wanted: Path) -> None:
 
 
 def loss_difference(one: Measured, other: Measured) -> float:
-    """The largest relative difference of two commits' losses, over ranks and steps; infinite where one is no number."""
+    """Return the largest relative difference of losses over ranks and steps; infinite if a loss is not finite."""
     pairs = itertools.chain(*(zip(a, b, strict=True) for a, b in zip(one.losses, other.losses, strict=True)))
     largest = 0.0
     for ours, theirs in pairs:
@@ -153,7 +153,7 @@ def loss_difference(one: Measured, other: Measured) -> float:
 
 
 def row(model: str, strategy: str, base: Measured, head: Measured, tolerance: float) -> tuple[str, bool]:
-    """A line of the table, and whether the losses are equal."""
+    """Return a line of the table, and whether the losses are equal."""
     speed = quartiles([theirs / ours for theirs, ours in zip(base.round_s, head.round_s, strict=True)])
     work = statistics.median(theirs / ours for theirs, ours in zip(base.cpu_s, head.cpu_s, strict=True))
     difference = loss_difference(base, head)
@@ -169,17 +169,17 @@ def row(model: str, strategy: str, base: Measured, head: Measured, tolerance: fl
 
 @contextmanager
 def worktrees(revisions: list[str], folder: Path) -> Iterator[list[Path]]:
-    """Check commits out, and take the worktrees back at the end.
+    """Check out commits as worktrees, and remove the worktrees at the end.
 
     Args:
-        revisions: What git understands, or ``"."`` for the files of this checkout as they are.
-        folder: Where.
+        revisions: Revisions in git's syntax, or ``"."`` for the files of this checkout as they are.
+        folder: Where to create the worktrees.
 
     Yields:
-        For each a folder that holds nothing but a link to its package.
+        One folder per revision that contains only a link to its package.
 
     Raises:
-        ValueError: If git does not know a revision, or it has no package.
+        ValueError: If git cannot resolve a revision, or it has no package.
     """
     made: list[Path] = []
     links: list[Path] = []
@@ -212,10 +212,10 @@ def _git(*arguments: str, failure: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what the command line says.
+    """Run the comparison that the command line describes.
 
     Returns:
-        0 if all losses are equal, 1 if some differ or a rank fails, 2 if something asked for cannot be.
+        0 if all losses are equal, 1 if some differ or a rank fails, 2 if an argument is invalid.
     """
     options = _parser().parse_args(arguments)
     load = machine.load_average()

@@ -1,6 +1,6 @@
-"""One process with threads beside one process a device: ``python -m benchmarks.data_parallel``.
+"""Threads of one process against one process per device: ``python -m benchmarks.data_parallel``.
 
-Each turn is a script of its own, which trains an MLP whose layers are large and one of many small ones, by the Trainer;
+Each turn is a separate process that trains an MLP with large layers or one with many small layers by the Trainer;
 turns of the strategies alternate. Samples/s are medians over turns of the time of the steps after the warm-up.
 """
 
@@ -29,7 +29,7 @@ GLOBAL_BATCH, WARMUP = 256, 3
 
 
 class Net(pl.LightningModule):
-    """A plain MLP that notes when its steps begin."""
+    """Plain MLP that records the start times of its steps."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -37,20 +37,20 @@ class Net(pl.LightningModule):
         self.times: list[float] = []
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Regression on the inputs."""
+        """Compute the loss of a regression on the inputs."""
         return F.mse_loss(self.layers(batch[0]), batch[0])
 
     def on_train_batch_start(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        """The time."""
+        """Record the time."""
         self.times.append(time.perf_counter())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
+        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
 def one_turn(strategy: str, model: str, devices: int, steps: int) -> None:
-    """Train, and print the seconds a step on the first rank."""
+    """Train, and print the seconds per step on rank zero."""
     ranks = devices if strategy == "pardist_ddp" else 1
     net = Net(*MODELS[model])
     data = TensorDataset(torch.randn(GLOBAL_BATCH * (steps + WARMUP + 1), MODELS[model][0]))
@@ -69,7 +69,7 @@ def one_turn(strategy: str, model: str, devices: int, steps: int) -> None:
 
 
 def main() -> None:
-    """Turns of all strategies, and a table."""
+    """Run the turns of all strategies and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--steps", type=int, default=15)

@@ -1,4 +1,4 @@
-"""The device that a candidate trains on: which it is, its process group, its clock and its memory."""
+"""Device of a candidate: selection, process group, clock and memory."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from benchmarks.settings import Settings
 
 
 def missing(accelerator: str) -> str | None:
-    """Why nothing can be measured on this kind of device here, in a sentence; None if something can."""
+    """Return why nothing can be measured on this accelerator here, as a sentence; None if it can."""
     if accelerator == "cpu" or torch.accelerator.is_available():
         return None
     return "accelerator='gpu' needs a device, and torch finds none here. Use --accelerator cpu."
 
 
 def use_device(settings: Settings) -> torch.device:
-    """This rank's device, made the current one."""
+    """Return this rank's device after making it the current one."""
     if settings.accelerator == "cpu":
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator()
-    assert found is not None  # The command has asked missing().
+    assert found is not None  # the command has already called missing()
     device = torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
     torch.accelerator.set_device_index(device.index)
     return device
 
 
 def init_group(settings: Settings) -> torch.device:
-    """Make the default process group on the backend that the device has, and return the device."""
+    """Create the default process group on the device's default backend, and return the device."""
     device = use_device(settings)
     backend = dist.get_default_backend_for_device(device)
     chosen = None if device.type == "cpu" else device
@@ -45,19 +45,19 @@ def init_group(settings: Settings) -> torch.device:
 
 
 def autocast(settings: Settings, device: torch.device) -> AbstractContextManager[Any]:
-    """What the forward of a loop by hand runs under: what ``Trainer(precision=)`` runs a step under."""
+    """Return the context of a hand-written loop's forward, the same as that of ``Trainer(precision=)``."""
     if settings.precision == "32-true":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def moved(batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """A batch on the device; from pinned memory without waiting for the copy, as Lightning does it."""
+    """Copy a batch to the device; asynchronously from pinned memory, as Lightning does."""
     return tuple(part.to(device, non_blocking=device.type != "cpu") for part in batch)
 
 
 class Clock:
-    """Takes times between steps: the host's on CPU, and the device's own where the host runs ahead of it.
+    """Timer of steps: the host's clock on CPU, device events on an accelerator, where the host runs ahead.
 
     Args:
         accelerator: ``"cpu"`` or ``"gpu"``.
@@ -69,11 +69,11 @@ class Clock:
 
     @property
     def device_name(self) -> str | None:
-        """As the device calls itself, None on CPU."""
+        """Name of the device as reported by torch, None on CPU."""
         return None if self._module is None else str(self._module.get_device_name())
 
     def start(self) -> None:
-        """Begin a round: wait for the device, forget its peak of memory, take the first time."""
+        """Begin a round: synchronize the device, reset its peak memory statistics, record the first time."""
         if self._module is not None:
             self._module.synchronize()
             self._module.reset_peak_memory_stats()
@@ -81,7 +81,7 @@ class Clock:
         self.stamp()
 
     def stamp(self) -> None:
-        """Take a time; nothing waits for it."""
+        """Record a time without synchronization."""
         if self._module is None:
             self._stamps.append(time.perf_counter())
             return
@@ -90,7 +90,7 @@ class Clock:
         self._stamps.append(event)
 
     def stop(self) -> list[float]:
-        """End a round: take the last time, wait for the device; seconds of each step."""
+        """End a round: record the last time, synchronize the device, and return the seconds of each step."""
         self.stamp()
         if self._module is not None:
             self._module.synchronize()
@@ -98,7 +98,7 @@ class Clock:
         return [two - one for one, two in itertools.pairwise(self._stamps)]
 
     def memory(self) -> dict[str, int | None]:
-        """The most bytes of the device's memory in tensors, and kept by the allocator, since :meth:`start`."""
+        """Return the device's peak bytes in tensors and peak bytes reserved by the allocator since :meth:`start`."""
         if self._module is None:
             return {"device_peak": None, "device_reserved": None}
         return {
@@ -107,6 +107,6 @@ class Clock:
         }
 
     def make_room(self) -> None:
-        """Give the memory that is cached back, for the candidate whose turn is next."""
+        """Release the allocator's cached memory for the next candidate's turn."""
         if self._module is not None:
             self._module.empty_cache()

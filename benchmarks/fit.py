@@ -1,4 +1,4 @@
-"""``Trainer.fit`` on a workload, as a Lightning user has it. Of the package nothing is used but names of strategies."""
+"""``Trainer.fit`` on a workload, as in user code. Of the package, only names of strategies are used."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class _Data(pl.LightningDataModule):
 
 
 def fit(settings: Settings, strategy: Any, *, devices: int, callback: pl.Callback) -> None:
-    """Train :attr:`Settings.total_steps` steps with an ordinary Trainer without the parts that write files.
+    """Train :attr:`Settings.total_steps` steps with a plain Trainer without the parts that write files.
 
     Args:
-        settings: Of the run.
-        strategy: What ``Trainer(strategy=)`` takes.
-        devices: Ranks of this host.
-        callback: Passes the gate before every step.
+        settings: Settings of the run.
+        strategy: A value for ``Trainer(strategy=)``.
+        devices: Number of ranks on this host.
+        callback: Callback that passes the gate before every step.
     """
     warnings.filterwarnings("ignore")
     trainer = pl.Trainer(
@@ -52,14 +52,14 @@ def fit(settings: Settings, strategy: Any, *, devices: int, callback: pl.Callbac
 
 
 def parse(name: str) -> tuple[str, dict[str, Any]]:
-    """``pardist_ddp@bucket_size_mb=10,overlap=false`` as a strategy's name and its arguments."""
+    """Split ``pardist_ddp@bucket_size_mb=10,overlap=false`` into a strategy's name and its arguments."""
     base, _, text = name.partition("@")
     options = dict(part.partition("=")[::2] for part in text.split(",")) if text else {}
     return base, {key: yaml.safe_load(value) for key, value in options.items()}
 
 
 def strategy_of(name: str) -> Any:
-    """What ``Trainer(strategy=)`` takes for ``NAME``, ``NAME@key=value,...`` or ``auto``.
+    """Return the value for ``Trainer(strategy=)`` of ``NAME``, ``NAME@key=value,...`` or ``auto``.
 
     Raises:
         ValueError: If no strategy is registered under the name.

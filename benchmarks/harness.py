@@ -1,4 +1,4 @@
-"""Starts every candidate's ranks, lets them train in turns, and collects what they report."""
+"""Harness that starts every candidate's ranks, lets them train in turns, and collects their reports."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from benchmarks import machine, network
 from benchmarks.rank import harness_ends, serve
 from benchmarks.settings import Settings
 
-#: By fork, ranks share this process' imports, which take longer than many a measurement. No device survives a fork.
+#: Forked ranks share this process's imports, which can take longer than a measurement. No device survives a fork.
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 _START_TIMEOUT_S = 180.0
 _IDLE_WATCH_S = 1.0
 
 
 class RankSet:
-    """The processes of one candidate.
+    """Processes of one candidate.
 
     Args:
-        name: Of the candidate.
+        name: Name of the candidate.
         single: Whether it runs on one process.
-        settings: Of the run.
-        folder: For what the ranks print.
-        own_network: Whether the loopback interface is ours alone.
+        settings: Settings of the run.
+        folder: Folder for the ranks' output.
+        own_network: Whether the ranks have a loopback interface of their own.
     """
 
     def __init__(self, name: str, *, single: bool, settings: Settings, folder: Path, own_network: bool) -> None:
@@ -57,24 +57,24 @@ class RankSet:
             self._connections.append(here)
 
     def _start(self, there: Connection, environment: dict[str, str], log: Path) -> Any:
-        """Start a rank that reports to ``there``: a process with ``pid``, ``kill()`` and ``join()``."""
+        """Start a rank that reports to ``there``, and return its process with ``pid``, ``kill()`` and ``join()``."""
         context = multiprocessing.get_context(START_METHOD if self._settings.accelerator == "cpu" else "spawn")
         process = context.Process(target=serve, args=(self.name, self._settings, there, environment, log), daemon=True)
         process.start()
         return process
 
     def go(self) -> None:
-        """Let every rank on."""
+        """Release every rank from its wait."""
         for connection in self._connections:
-            # A rank that has died is reported by expect().
+            # A dead rank is reported by expect().
             with contextlib.suppress(BrokenPipeError):
                 connection.send("go")
 
     def expect(self, event: str, timeout_s: float) -> list[dict[str, Any]]:
-        """Every rank's next report, which must be ``event``.
+        """Return every rank's next report, which must be ``event``.
 
         Raises:
-            RuntimeError: If a rank fails, ends or is silent for too long, with what it printed.
+            RuntimeError: If a rank fails, exits or sends nothing within ``timeout_s``, with its output.
         """
         deadline = time.monotonic() + timeout_s
         answers: dict[int, dict[str, Any]] = {}
@@ -95,11 +95,11 @@ class RankSet:
         return [answers[rank] for rank in range(self.world_size)]
 
     def cpu_s(self) -> float:
-        """Seconds that the ranks have worked so far."""
+        """Return the CPU seconds that the ranks have used so far."""
         return sum(machine.process_cpu_s(process.pid) for process in self._processes)
 
     def close(self) -> None:
-        """End what is still there."""
+        """Kill the remaining processes and close their pipes."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -127,24 +127,24 @@ def measure(
     """Run all candidates in turns.
 
     Args:
-        settings: Of the run.
+        settings: Settings of the run.
         candidates: Names in the order of their turns, and whether each runs on one process.
-        own_network: Whether the loopback interface is ours alone, see :func:`benchmarks.network.isolate`.
-        patience_s: How long to wait before a turn for other programs to be quiet.
-        limit_s: No round is begun after this many seconds of rounds, however many there were to be.
-        round_timeout_s: After how long a round is given up.
-        keep_going: Whether the others go on without a candidate that fails, which ``"failed"`` of ``"run"`` names.
-        say: Called with what goes on.
+        own_network: Whether the loopback interface is the ranks' own, see :func:`benchmarks.network.isolate`.
+        patience_s: Maximum time to wait before a turn until other programs are idle.
+        limit_s: No further round starts after this many seconds of rounds, whatever their planned number.
+        round_timeout_s: Timeout of a round.
+        keep_going: Whether to continue without a candidate that fails, which ``"failed"`` of ``"run"`` lists.
+        say: Called with progress messages.
 
     Returns:
-        Per candidate what was measured; under ``"run"`` what holds for all of them.
+        Measurements by candidate, and under ``"run"`` the values common to all.
 
     Raises:
-        RuntimeError: If a candidate fails, or all with ``keep_going``.
+        RuntimeError: If a candidate fails, or with ``keep_going`` if all do.
     """
     run: dict[str, Any] = {"load_before": machine.load_average(), "own_network": own_network, "failed": {}}
     sets: list[RankSet] = []
-    gc.freeze()  # so that no collection in a rank copies the pages that it shares with this process
+    gc.freeze()  # keeps garbage collection in a rank from copying the pages it shares with this process
     results: dict[str, Any] = {}
 
     @contextlib.contextmanager
@@ -162,7 +162,7 @@ def measure(
 
     with tempfile.TemporaryDirectory(prefix="pardist-bench-") as folder:
         try:
-            # All import at once where each has to import for itself.
+            # Start all at once: their imports then overlap where each rank imports for itself.
             for name, single in candidates.items():
                 sets.append(
                     RankSet(name, single=single, settings=settings, folder=Path(folder), own_network=own_network)
@@ -217,7 +217,7 @@ def _turn(ranks: RankSet, idle_bytes_per_s: float | None, timeout_s: float) -> d
     foreign = None
     if busy is not None and busy_after is not None:
         foreign = max(0.0, (busy_after - busy - (ranks.cpu_s() - own)) / took)
-    # A step is every rank's: the ranks pass it together, give or take what one is ahead at its borders.
+    # A step belongs to all ranks: they pass it together, up to small offsets at its borders.
     step_s = [statistics.fmean(times) for times in zip(*(report["step_s"] for report in reports), strict=True)]
     sent = reports[0]["sent"]
     if sent is not None:
@@ -249,7 +249,7 @@ def _idle_traffic() -> float | None:
 
 
 def free_port() -> int:
-    """A port that nobody uses now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What a number depends on beside the code: hardware, versions, commit, and who else used the cores."""
+"""Environment of a measurement besides the code: hardware, versions, commit, and the load by other programs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("torch", "lightning", "lightning_pardist", "numpy", "deepspeed")
-#: Variables that change how often freed memory goes back to the system, and so what a step costs.
+#: Variables that change how often freed memory returns to the system, and thereby the cost of a step.
 _ALLOCATOR = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 _HZ = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 def describe() -> dict[str, Any]:
-    """Hardware, system, versions and commit."""
+    """Return hardware, system, versions and commit."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -40,12 +40,12 @@ def describe() -> dict[str, Any]:
 
 
 def load_average() -> list[float]:
-    """Over 1, 5 and 15 minutes."""
+    """Return the load average over 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()]
 
 
 def busy_cpu_s() -> float | None:
-    """Seconds that all cores together have worked since boot, None where it is not told."""
+    """Return the CPU seconds used by all cores together since boot, None if the system does not report it."""
     try:
         numbers = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except OSError:
@@ -55,7 +55,7 @@ def busy_cpu_s() -> float | None:
 
 
 def process_cpu_s(pid: int) -> float:
-    """Seconds that a process has worked, 0 where it is not told."""
+    """Return the CPU seconds that a process has used, 0 if the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -64,7 +64,7 @@ def process_cpu_s(pid: int) -> float:
 
 
 def page_faults() -> int:
-    """How often this process has been given a page of memory so far."""
+    """Return the number of minor page faults of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
@@ -82,7 +82,7 @@ def wait_until_quiet(patience_s: float, *, busy_cores: float = 0.2, watch_s: flo
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has had resident so far."""
+    """Return the peak resident memory of this process so far, in bytes."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -94,7 +94,7 @@ def peak_resident_bytes() -> int:
 
 
 def keep(folder: Path | None, name: str, lines: Sequence[str]) -> None:
-    """Print a table, and write it with command, load, hardware and versions into a folder, if there is one."""
+    """Print a table; if a folder is given, also write it there with command, load, hardware and versions."""
     print("\n".join(lines), flush=True)
     if folder is None:
         return

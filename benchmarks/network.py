@@ -1,8 +1,8 @@
-"""Bytes really sent, read off the loopback interface's counter.
+"""Count of bytes actually sent, read from the loopback interface's counter.
 
-[Note: a loopback of our own] The counter sums over everything on the host. So the ranks are put into a network
-namespace of their own where the kernel lets us make one: there nothing else is counted, however busy the host. Where it
-does not, other local traffic is estimated from the counter while all ranks wait, and subtracted.
+[Note: a loopback of our own] The counter sums over all traffic on the host. The ranks are therefore put into a network
+namespace of their own if the kernel allows it: nothing else is counted there, however busy the host. Otherwise, other
+local traffic is estimated from the counter while all ranks wait, and subtracted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
 
 
 def loopback_bytes() -> int | None:
-    """Bytes sent over the loopback interface since it was made, None where there is no counter."""
+    """Return the bytes sent over the loopback interface since its creation, None if there is no counter."""
     if not _COUNTERS.exists():
         return None
     for line in _COUNTERS.read_text().splitlines():
@@ -35,14 +35,14 @@ def isolate() -> bool:
     """Give this process, and the children it starts from now on, a loopback interface of their own.
 
     Returns:
-        Whether it could be done. If not, nothing has changed.
+        Whether it succeeded. If not, nothing has changed.
     """
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.getuid(), os.getgid()
     if libc.unshare(_CLONE_NEWNET) != 0:
-        # Without the right to do so, there is still a user namespace in which we have it.
+        # Without CAP_SYS_ADMIN, a new user namespace grants the required capability.
         if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
             return False
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):

@@ -1,8 +1,8 @@
-"""Muon of another package, under what it is made for: torch's ``fully_shard`` and DDP by hand.
+"""Third-party Muon under the parallelism it is written for: hand-written ``fully_shard`` and DDP.
 
-``dion`` (github.com/microsoft/dion, not on PyPI) exchanges matrices in all-to-alls under ``fully_shard``, and
-all-gathers updates under DDP. Its own ``torch.compile`` is switched off (``TORCHDYNAMO_DISABLE=1``): on a host it takes
-longer than the run. The package ``dtensor-muon`` (PyPI, 0.1.0) is not among these, as its kernels need CUDA, nor is
+``dion`` (github.com/microsoft/dion, not on PyPI) exchanges matrices in all-to-alls under ``fully_shard`` and
+all-gathers updates under DDP. Its own ``torch.compile`` is disabled (``TORCHDYNAMO_DISABLE=1``): on CPU it takes longer
+than the run. The package ``dtensor-muon`` (PyPI, 0.1.0) is not included because its kernels need CUDA, nor is
 DeepSpeed's Muon, which has a launcher, an engine and a data type of its own.
 """
 
@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-#: Strategies by hand, with the optimizers that go with them; the first is what others are compared with.
+#: Hand-written strategies and their optimizers; the first optimizer is the baseline.
 PEERS = {"fully_shard": ("AdamW", "dion Muon"), "torch_ddp": ("AdamW", "dion Muon")}
 
 
 def peers(strategy: str) -> list[str]:
-    """The optimizers of a strategy by hand that are installed."""
+    """Return the installed optimizers of a hand-written strategy."""
     return [kind for kind in PEERS[strategy] if kind == "AdamW" or importlib.util.find_spec(kind.split()[0])]
 
 
 def make(params: Sequence[nn.Parameter], mesh: Any = None) -> torch.optim.Optimizer:
-    """Muon of dion, with the iteration that torch's has; ``mesh`` is what it exchanges over."""
+    """Return dion's Muon with the Newton-Schulz iteration of torch's Muon; ``mesh`` is what it communicates over."""
     from dion import Muon
 
     found: torch.optim.Optimizer = Muon(params, distributed_mesh=mesh, use_polar_express=False)
@@ -36,11 +36,11 @@ def make(params: Sequence[nn.Parameter], mesh: Any = None) -> torch.optim.Optimi
 
 
 class ByHand:
-    """What stands in for an engine of ours: nothing, as torch's hooks reduce gradients.
+    """Stand-in for an engine of this package: a no-op, as torch's hooks reduce gradients.
 
     Args:
         strategy: ``"fully_shard"`` or ``"torch_ddp"``.
-        module: A GPT of the recipe.
+        module: The GPT of the recipe.
     """
 
     def __init__(self, strategy: str, module: Any) -> None:
@@ -59,26 +59,26 @@ class ByHand:
             self.forward = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
 
     def backward(self, loss: Tensor) -> AbstractContextManager[None]:
-        """Nothing to do around it."""
+        """Return a null context."""
         return nullcontext()
 
     def step_done(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def detach(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @functools.cache
 def _mesh() -> Any:
-    """One for all runs: torch caches layouts by equal meshes, and dion asks for the very group of its own."""
+    """Return one mesh for all runs: torch caches layouts by equal meshes, and dion requires its mesh's very group."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def _exchange_lists() -> None:
-    """Give gloo the all-to-all of lists that it has since torch 2.13 only."""
+    """Emulate the list all-to-all for gloo before torch 2.13, which adds it."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13):
         return
 

@@ -1,24 +1,25 @@
-"""Time, traffic, state and memory of Muon's step beside AdamW's: ``python -m benchmarks.optimizer_step``.
+"""Time, traffic, state and memory of Muon's step compared with AdamW's: ``python -m benchmarks.optimizer_step``.
 
-On the matrices of a GPT, under one strategy, both train in turns in the same processes: AdamW steps on what each rank
-holds, Muon on whole matrices that one rank each owns. Medians of the slowest rank's times. Columns:
+On the matrices of a GPT, under one strategy, both train in turns in the same processes: AdamW updates each rank's
+shards, Muon whole matrices that are owned by one rank each. Medians of the slowest rank's times. Columns:
 
-- ``step``: ``optimizer.step()`` with all that it sends; ``training``: forward, backward and step.
-- ``update``: the arithmetic of the update, counted apart: the same optimizer's step on all matrices in one process,
-  plain torch on one thread while the other ranks wait, divided by the number of ranks. So an uneven distribution
-  over owners, packing and waiting stay in what is not counted apart.
-- ``ratio``: (training - update) of Muon by training of AdamW, whose own arithmetic stays in.
-- ``ratio, both apart``: (training - update) of Muon by (training - update) of AdamW.
-- ``ratio, CPU``: the first ratio of processor time of all ranks (threads that send and receive included) in place of
-  time by the clock: what it is on a machine that others use too.
-- ``sent``: bytes that a rank sends for the update beside what AdamW's step sends, by the plan, in models of fp32; what
-  all ranks send in a training step, in models, read off the network interface, and the most that it is by formula.
+- ``step``: ``optimizer.step()`` with all of its communication; ``training``: forward, backward and step.
+- ``update``: the arithmetic of the update, measured separately: the same optimizer's step on all matrices in one
+  process, plain torch on one thread while the other ranks wait, divided by the number of ranks. An uneven distribution
+  over owners, packing and waiting thus remain in (training - update).
+- ``ratio``: (training - update) of Muon over training of AdamW, whose own arithmetic is included.
+- ``ratio, both apart``: (training - update) of Muon over (training - update) of AdamW.
+- ``ratio, CPU``: the first ratio with the CPU time of all ranks (including communication threads) in place of wall
+  time, which is also valid on a shared machine.
+- ``sent``: ``plan``: bytes that a rank sends for the update in addition to AdamW's step, in multiples of the fp32
+  model; ``wire``: what all ranks send in a training step, in models, read from the network interface; ``formula``: its
+  upper bound.
   ``state``: of the rank with most, in models.
-- ``peak``: with ``--peak``, in processes of their own, by how much resident memory rose at most from before the
-  module was made, in MB, on the rank with most.
+- ``peak``: with ``--peak``, in separate processes, the peak rise of resident memory since before the module was
+  created, in MB, on the rank with most.
 
-With ``--peers``, Muon of other packages that are installed beside it, under torch's own strategies by hand, see
-:mod:`benchmarks.optimizer_peers`; they are compared with AdamW there.
+With ``--peers``, also measures installed third-party Muon implementations under torch's own strategies by hand,
+compared with AdamW there; see :mod:`benchmarks.optimizer_peers`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from benchmarks.network import isolate, loopback_bytes
 
 _STRATEGIES = ("zero1", "zero2", "zero3")
 _BY_HAND = ("fully_shard", "torch_ddp")
-#: The first one is what others are compared with.
+#: The first one is the baseline.
 _KINDS = ("AdamW", "Muon")
 
 
@@ -60,13 +61,13 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="runs for memory at a time")
     parser.add_argument("--output", type=Path, help="where the numbers go as well")
     options = parser.parse_args()
-    # Nothing else is counted then.
+    # Nothing else is counted on a loopback interface of our own.
     isolate()
     strategies = [*options.strategies, *(_BY_HAND if options.peers else ())]
     rows = []
     for ranks in options.ranks:
         rows += _run(options, ranks, [(strategy, _kinds(strategy)) for strategy in strategies])
-        # A run that is cut off has this.
+        # An interrupted run keeps the rows so far.
         _show(rows, options.output)
     if options.peak:
         options.rounds = 3
@@ -143,13 +144,13 @@ def _run(options: Any, ranks: int, parts: Sequence[tuple[str, Sequence[str]]]) -
 def _rank(
     rank: int, options: Any, ranks: int, parts: Sequence[tuple[str, Sequence[str]]], port: int, queue: Any
 ) -> None:
-    # What other packages compile takes longer than a run.
+    # Compilation in other packages takes longer than a run.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", TORCHDYNAMO_DISABLE="1")
     import lightning_pardist  # noqa: F401, I001
     import torch
     import torch.distributed as dist
 
-    # What modules take is in memory before it is measured.
+    # Imported here so that the memory of imports is excluded from the measurement.
     from lightning_pardist.engines.fsdp import shard  # noqa: F401
     from lightning_pardist.engines.zero import ZeroEngine  # noqa: F401
     from recipes.gpt.model import GPT  # noqa: F401
@@ -167,12 +168,12 @@ def _rank(
     dist.destroy_process_group()
 
 
-#: By optimizer, times of its update in one process by the clock and of the processor.
+#: By optimizer, wall and CPU times of its update in one process.
 _ALONE: dict[str, tuple[list[float], list[float]]] = {}
 
 
 class _Run:
-    """One optimizer's module, engine and times."""
+    """Module, engine and times of one optimizer."""
 
     def __init__(self, strategy: str, kind: str, options: Any) -> None:
         import torch
@@ -230,7 +231,7 @@ class _Run:
         return make(params, mesh)
 
     def update_alone(self, times: int) -> None:
-        """The update of all matrices in one process, while the other ranks wait; once for each optimizer."""
+        """Time the update of all matrices in one process while the other ranks wait, once for each optimizer."""
         import torch
         import torch.distributed as dist
 
@@ -339,10 +340,10 @@ def _measure(strategy: str, kinds: Sequence[str], options: Any, limit_s: float) 
 
 
 def _most_sent(strategy: str, kind: str, ranks: int) -> float | None:
-    """What all ranks send in a training step, in models: ``2 Psi (N-1)/N`` a rank, ``3 Psi (N-1)/N`` under ZeRO-3.
+    """Return what all ranks send in a training step, in models: ``2 Psi (N-1)/N`` a rank, ``3 Psi (N-1)/N`` for ZeRO-3.
 
-    The update of whole matrices adds at most ``Psi/N (N-1)/N`` a rank of gradients and of new values each, and under
-    ZeRO-3 of values.
+    The update of whole matrices adds at most ``Psi/N (N-1)/N`` a rank for gradients and the same for new values, and
+    under ZeRO-3 once more for values.
     """
     if strategy in _BY_HAND:
         return None

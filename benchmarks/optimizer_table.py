@@ -1,13 +1,13 @@
 """Every optimizer under every strategy against one process: ``python -m benchmarks.optimizer_table --found FILE``.
 
-Trains with every set of hyperparameters of torch's own table of tests (needs ``expecttest``) and with optimizers of
-PyPI that are installed (transformers, pytorch-optimizer, schedulefree), in fp64, with different data on every rank,
-learning rate schedules, accumulation and clipping, and prints the table of docs/optimizers.md: how many sets an
-optimizer has, and the largest relative difference of losses, weights and optimizer state after four steps among them;
-in a row of its own (*) of those that are further from themselves on one process when they are rounded otherwise.
-The columns "rounding alone" and "one ulp" are one process that adds up the samples of each batch in another order, and
-one whose gradients are all moved to the next number (the worst of six draws): what an algorithm makes of rounding by
-itself.
+Trains with every set of hyperparameters of torch's own table of tests (needs ``expecttest``) and with installed
+optimizers from PyPI (transformers, pytorch-optimizer, schedulefree), in fp64, with different data on every rank,
+learning rate schedules, accumulation and clipping, and prints the table of docs/optimizers.md: an optimizer's number of
+sets, and the largest relative difference of losses, weights and optimizer state after four steps among them. Sets whose
+result on one process already changes with the rounding have a row of their own (*).
+The columns "rounding alone" and "one ulp" are one process that sums the samples of each batch in another order, and
+one whose gradients are all moved to the next representable number (the worst of six draws): the algorithm's own
+sensitivity to rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.helpers.optimizer_families import families
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.integration import test_optimizers as cells
 
-#: What docs/optimizers.md calls the rows of the cells.
+#: Titles of the rows in docs/optimizers.md.
 _TITLES = {
     "ddp-2": "DDP",
     "zero1-2": "ZeRO-1",
@@ -38,12 +38,12 @@ _TITLES = {
     "3d-8": "PP x TP x ZeRO-3",
     "islands_zero2-4": "islands x ZeRO-2",
 }
-#: Largest difference that is none.
+#: Differences up to this are considered rounding.
 _TOLERANCE = 1e-9
-#: Error, or what was said in place of training, of each set of hyperparameters.
+#: By set of hyperparameters, the error, or the message if it did not train.
 Column = dict[str, float | str]
-#: One process that adds up the samples of each batch in another order, or whose gradients are off by an ulp: where that
-#: alone makes a difference, no other order of sums, as ranks have it, can be told from a wrong one.
+#: One process that sums the samples of each batch in another order, or whose gradients are off by an ulp. Where that
+#: alone changes the result, a correct sum in another order (as over ranks) cannot be told from a wrong one.
 ALONE: dict[str, list[Callable[[str], dict[str, Any]]]] = {
     "rounding alone": [cells.rounded_otherwise],
     "one ulp": [functools.partial(cells.moved_by_one_ulp, seed=seed) for seed in range(6)],
@@ -93,7 +93,7 @@ def _measured(row: str, names: list[str]) -> Column:
         first = run_ranks(devices, column_or_refusals, strategy, devices, trains, timeout_s=300.0)[0]
         wanted = cells.references(row, [name for name in trains if not isinstance(first[name], str)])
     except RankFailed as error:
-        # One by one, to see which it is.
+        # Run them one by one to find the failing one.
         if len(trains) > 1:
             return found | {key: value for name in trains for key, value in _measured(row, [name]).items()}
         return found | {trains[0]: f"fails: {str(error)[-2000:]}"}
@@ -103,7 +103,7 @@ def _measured(row: str, names: list[str]) -> Column:
 
 
 def column_or_refusals(strategy: Any, devices: int, names: list[str]) -> dict[str, Any]:
-    """What each optimizer comes to, or the sentence that it is refused by. Collective."""
+    """Return each optimizer's result, or the message of its refusal. Collective over all ranks."""
     found: dict[str, Any] = {}
     for name in names:
         try:
@@ -149,7 +149,7 @@ def _print(found: dict[str, Column]) -> None:
 
 
 def _moves_alone(name: str, found: dict[str, Column]) -> bool:
-    """Whether one process comes to something else by rounding."""
+    """Return whether rounding alone changes the result on one process."""
     alone = [found[row][name] for row in ALONE if name in found.get(row, {})]
     return any(not isinstance(error, str) and error > _TOLERANCE for error in alone)
 

@@ -1,11 +1,11 @@
-"""Islands that meet less often beside ``pardist_ddp``: ``python -m benchmarks.outer --text input.txt --full``.
+"""Local SGD and DiLoCo islands against ``pardist_ddp``: ``python -m benchmarks.outer --text input.txt --full``.
 
-Without ``--full`` a small model makes few steps with one seed.
+Without ``--full`` a small model trains for few steps with one seed.
 
 Each way trains the GPT recipe's model on the same number of samples and then validates it on the last tenth of the
-text; it is a script of its own with four ranks by default. Bytes are what a rank has written to its sockets while it
-trained, as the system counts them, beside the formula ``2 Psi (K-1)/K`` a meeting. Each line is printed when it is
-known.
+text, in a process of its own with four ranks by default. Bytes are those a rank has written to its sockets during
+training, as counted by the system, next to the formula ``2 Psi (K-1)/K`` per synchronisation. Each line is printed as
+soon as it is measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recipes.gpt.data import Windows
 from recipes.gpt.model import GPT
 
 _DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
-#: Name of a way -> settings of ``LocalSGDStrategy``; None for ``pardist_ddp``.
+#: Name of a way -> arguments of ``LocalSGDStrategy``; None for ``pardist_ddp``.
 WAYS: dict[str, dict[str, Any] | None] = {
     "ddp": None,
     "local-10": {"sync_every": 10},
@@ -54,17 +54,17 @@ _BITS = {None: 32, "bf16": 16, "int8": 8, "int4": 4}
 
 
 class Sent(pl.Callback):
-    """Bytes that this process has written, and seconds, from the first step to the end of the last one."""
+    """Bytes written by this process, and seconds, from the first step to the end of the last one."""
 
     def __init__(self) -> None:
         self.bytes = self.seconds = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin."""
+        """Record the start."""
         self._bytes, self._start = _written(), time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """So far; the last step's stands, in front of the meeting that ends training."""
+        """Update the totals; the last step's exclude the synchronisation at the end of training."""
         self.bytes, self.seconds = _written() - self._bytes, time.perf_counter() - self._start
 
 
@@ -79,7 +79,7 @@ def _settings(way: str) -> dict[str, Any] | None:
 
 
 def _documentation() -> bytes:
-    """A text that is always there."""
+    """Return the text of this project's documentation, which is always available."""
     pages = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
     return b"".join(page.read_bytes() for page in pages)
 
@@ -90,7 +90,7 @@ def _written() -> int:
 
 
 def run(options: argparse.Namespace, way: str, seed: int) -> None:
-    """Train and validate one way, and print what came out."""
+    """Train and validate one way, and print the result."""
     pl.seed_everything(seed, verbose=False)
     text = options.text.read_bytes() if options.text else _documentation()
     cut = len(text) * 9 // 10
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace, way: str, seed: int) -> None:
 
 
 def formula(options: argparse.Namespace, way: str, psi: int) -> float:
-    """Bytes that a rank sends for its meetings, or for gradients of every step."""
+    """Return the bytes a rank sends for its outer synchronisations, or for the gradients of every step."""
     settings = _settings(way)
     once = 2 * psi * (options.islands - 1) / options.islands * 4
     if settings is None:
@@ -132,7 +132,7 @@ def formula(options: argparse.Namespace, way: str, psi: int) -> float:
 
 
 def main() -> None:
-    """Every way with every seed."""
+    """Run every way with every seed and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", type=Path, help="the last tenth is for validation; by default the documentation")
     parser.add_argument("--full", action="store_true", help="1,000 steps and three seeds; else minutes on two cores")

@@ -1,8 +1,8 @@
-"""What one slow worker costs the others: ``python -m benchmarks.parameter_server``.
+"""Effect of one slow worker on the others: ``python -m benchmarks.parameter_server``.
 
-A step waits for so many milliseconds (a device's work, which takes no time of the host's cores), on the last rank four
-times as long if it is the slow one. Every turn is a script of its own; turns alternate. Steps/s are those of the ranks
-that are not slow, from their first step to the end of their last one, medians over turns.
+A step sleeps for the given milliseconds (standing for a device's work, which uses no host core), on the last rank four
+times as long if it is the slow one. Every turn is a separate process; turns alternate. Steps/s are those of the ranks
+that are not slow, from the start of their first step to the start of their last one, medians over turns.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ WIDTH, BATCH, SLOWER = 256, 8, 4
 
 
 class Net(pl.LightningModule):
-    """An MLP whose steps take a given time.
+    """MLP whose steps take a given time.
 
     Args:
         step_s: Seconds of a step.
-        slow: The rank that takes four times as long; None if all are alike.
+        slow: The rank that takes four times as long; None if there is none.
     """
 
     def __init__(self, step_s: float, slow: int | None) -> None:
@@ -48,18 +48,18 @@ class Net(pl.LightningModule):
         self.times: list[float] = []
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Regression on the inputs."""
+        """Compute the loss of a regression on the inputs, after the step's sleep."""
         self.times.append(time.perf_counter())
         time.sleep(self.step_s * (SLOWER if self.trainer.global_rank == self.slow else 1))
         return F.mse_loss(self.layers(batch[0]), batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
+        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
 def one_turn(strategy: str, options: argparse.Namespace, slow: int | None) -> None:
-    """Train, and print this rank's steps a second unless it is the last one."""
+    """Train, and print this rank's steps per second unless it is the last one."""
     settings = STRATEGIES[strategy]
     net = Net(options.step_ms / 1000, slow)
     trainer = pl.Trainer(
@@ -79,7 +79,7 @@ def one_turn(strategy: str, options: argparse.Namespace, slow: int | None) -> No
 
 
 def main() -> None:
-    """Every strategy, with and without a slow worker, in turns."""
+    """Run every strategy, with and without a slow worker, in turns."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)

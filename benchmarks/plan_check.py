@@ -1,7 +1,7 @@
-"""The planner beside real runs: memory by the same count of the same step, and with --time seconds a step.
+"""Check the planner against real runs: memory by the same count of the same step; with --time, seconds per step.
 
-Each cell trains under a strategy on real ranks of this machine, which communicate by gloo. For memory every storage
-that comes and goes in the third step is counted, then the same rank is planned; the largest of the ranks is shown.
+Each cell trains under a strategy on real ranks of this machine over gloo. For memory, every storage that is allocated
+and freed in the third step is counted, then the same rank is planned; the largest of the ranks is shown.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STRATEGIES = (
 
 
 def planned(cell: Cell, devices: int) -> list[dict[str, int]]:
-    """Bytes by kind of each rank by the planner: of each stage where there is a pipeline."""
+    """Return the planned bytes by kind of each rank, or of each stage for a pipeline."""
     torch.manual_seed(0)
     module = MODELS[cell.model]()
     batch = next(iter(DataLoader(MODELS[cell.model].data(cell.batch_size), batch_size=cell.batch_size)))
@@ -51,7 +51,7 @@ def planned(cell: Cell, devices: int) -> list[dict[str, int]]:
 
 
 def compare_memory(cells: Sequence[Cell], devices: int, limit_s: float) -> Iterator[str]:
-    """Lines of a table: each cell, then what they say together."""
+    """Yield the lines of a table, one per cell, followed by the overall error."""
     yield "| model | strategy | real, MB | planned, MB | off by | by kind: real / planned, MB |"
     yield "| --- | --- | --- | --- | --- | --- |"
     errors = []
@@ -77,7 +77,7 @@ def compare_memory(cells: Sequence[Cell], devices: int, limit_s: float) -> Itera
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare cell by cell; the exit status."""
+    """Compare cell by cell; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_check", description=__doc__)
     parser.add_argument("--models", nargs="+", default=["gpt", "resnet18", "lstm"], choices=list(MODELS))
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), help="names, or NAME@key=value,...")

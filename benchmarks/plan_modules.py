@@ -1,4 +1,4 @@
-"""Small modules of many kinds, with data, that plans are compared with real runs on."""
+"""Small modules of many kinds, with data, for comparing plans with real runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Module(pl.LightningModule):
 
 
 class GPTModule(_Module):
-    """A decoder of 3 million parameters."""
+    """Decoder with 3 million parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class GPTModule(_Module):
 
 
 class ResNetModule(_Module):
-    """ResNet-18 on images of 64 pixels."""
+    """ResNet-18 on 64x64 images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ResNetModule(_Module):
 
 
 class LSTMModule(_Module):
-    """Two LSTM layers over text, 2 million parameters."""
+    """Two LSTM layers over text, with 2 million parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class LSTMModule(_Module):
 
 
 class MLPModule(_Module):
-    """Wide layers on few samples: much to send and to update."""
+    """Wide linear layers on few samples: communication and update dominate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class MLPModule(_Module):
 
 
 class BertModule(_Module):
-    """transformers' BERT, 4 layers, predicting masked tokens."""
+    """BERT of transformers with 4 layers and a masked-token head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class BertModule(_Module):
 
 
 class T5Module(_Module):
-    """transformers' T5, 3 layers each way."""
+    """T5 of transformers with 3 encoder and 3 decoder layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class T5Module(_Module):
 
 
 class MixtralModule(_Module):
-    """transformers' Mixtral: a decoder of 3 layers with 4 experts each, of which a token takes 2."""
+    """Mixtral of transformers: a decoder of 3 layers with 4 experts each, 2 of them per token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class MixtralModule(_Module):
 
 
 class MixtureModule(_Module):
-    """Two layers whose experts are in a list, and are given the tokens that a router chooses for them."""
+    """Two mixture-of-experts layers with a list of experts that a router dispatches tokens to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class _Experts(nn.Module):
 
 
 class UNetModule(_Module):
-    """Two levels down and up again, with skips, on images of 32 pixels."""
+    """U-Net with two levels and skip connections, on 32x32 images."""
 
     def __init__(self) -> None:
         super().__init__()

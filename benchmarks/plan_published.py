@@ -1,7 +1,7 @@
-"""Published runs beside what a plan says of them, from data sheets: no factor is fitted to any row.
+"""Published runs compared with plans made from data sheets; no factor is fitted to any row.
 
 Each case is the model of the run with its batch and degrees of parallelism, under the strategy of this package that is
-nearest to what was run. What differs is said beside it.
+nearest to the published one. Each row lists what differs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Module(pl.LightningModule):
 
 
 class _Llama(nn.Module):
-    """Llama 3 by transformers, with its loss."""
+    """Llama 3 of transformers, with its loss."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Llama(nn.Module):
 
 
 class _SlowAttention(nn.Module):
-    """Attention whose scores are tensors of their own, as nanoGPT had it before torch 2."""
+    """Unfused attention that materializes its scores, as in nanoGPT before torch 2."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _SlowAttention(nn.Module):
 
 
 class _WrittenGELU(nn.Module):
-    """The same by single operators, which eager mode does not fuse."""
+    """Tanh-approximated GELU written as single operators, which eager mode does not fuse."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
@@ -98,20 +98,20 @@ def _megatron(dim: int, layers: int, heads: int) -> Callable[[], nn.Module]:
 
 @dataclass(frozen=True)
 class Case:
-    """A published run.
+    """One published run.
 
     Attributes:
         make: The model, on ``meta``.
-        vocab: Tokens that there are.
-        batch: Sequences of one rank, or of ranks that share them, and tokens of each.
+        vocab: Vocabulary size.
+        batch: Sequences per rank, or per group of ranks that share them, and tokens per sequence.
         candidate: The strategy.
-        device: What it ran on.
-        layout: Devices a node, and nodes.
-        published: Seconds a step, or tokens a second and device.
-        unit: Which of them.
+        device: The device of the run.
+        layout: Devices per node, and number of nodes.
+        published: Seconds per step, or tokens per second and device.
+        unit: Unit of ``published``.
         source: Where it is published.
-        differs: What a plan does not know of the run.
-        settings: Of the Trainer.
+        differs: What the plan does not model of the run.
+        settings: Trainer arguments.
         long: Whether planning takes minutes.
     """
 
@@ -178,7 +178,7 @@ CASES: dict[str, Case] = {
 
 
 def run(name: str, case: Case) -> str:
-    """Plan a case, as a line of the table."""
+    """Plan a case and return its line of the table."""
     begin = time.perf_counter()
     with torch.device("meta"):
         module = _Module(case.make())
@@ -187,7 +187,7 @@ def run(name: str, case: Case) -> str:
     search = Search(module, batch, case.device, Job(*case.layout, case.settings), leave_out=False)
     search.add(case.candidate)
     try:
-        # What does not fit is planned with activation checkpointing as well, which is another run.
+        # A candidate that does not fit is also planned with activation checkpointing, which is another run.
         row = next(row for row in search.plan().rows if row.candidate is case.candidate)
     except lightning_pardist.planner.PlanError as error:
         return f"| {name} | {case.published:g} {case.unit} | {error} | | | | |"
@@ -203,7 +203,7 @@ def run(name: str, case: Case) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan some cases; the exit status."""
+    """Plan the selected cases; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_published", description=__doc__)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="by default those that take seconds")
     options = parser.parse_args(arguments)

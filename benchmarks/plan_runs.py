@@ -1,7 +1,7 @@
-"""Real ranks of this machine that train one small module after the other, for comparisons with plans.
+"""Real ranks on this machine that train one small module after another, for comparison with plans.
 
-All cells' ranks are the same processes, started once, so that a cell costs no start, and cells that are timed are so
-in turns. A cell is a line of JSON on each rank's output.
+All cells run on the same processes, which start only once; timed cells take turns. A cell's result is a line of JSON on
+each rank's output.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _WARM_STEPS = 4
 
 @dataclass(frozen=True)
 class Cell:
-    """One training.
+    """One training run.
 
     Attributes:
         model: A name of :data:`~benchmarks.plan_modules.MODELS`.
-        batch_size: Samples of a batch.
+        batch_size: Samples per batch.
         strategy: Registered name, with settings as ``NAME@key=value,...``.
     """
 
@@ -51,12 +51,12 @@ class Cell:
 
     @property
     def candidate(self) -> Candidate:
-        """What a plan would make of it."""
+        """The planner's candidate for this strategy."""
         return Candidate(*parse(self.strategy))
 
 
 class _Timed(pl.Callback):
-    """Keeps seconds from one step's end to the next."""
+    """Callback that records the end time of each step."""
 
     def __init__(self) -> None:
         self._ends: list[float] = []
@@ -70,7 +70,7 @@ class _Timed(pl.Callback):
 
 
 def train(cell: Cell, devices: int, steps: int, *, timed: bool) -> Any:
-    """Seconds a step, or bytes by kind at the third step's peak; what was said if it is refused. Collective."""
+    """Return seconds per step, bytes by kind at the third step's peak, or a refusal's message. Collective."""
     torch.manual_seed(0)
     callback = _Timed() if timed else StepLedger(step=3)
     loader = DataLoader(MODELS[cell.model].data(steps * cell.batch_size), batch_size=cell.batch_size)
@@ -97,20 +97,20 @@ def train(cell: Cell, devices: int, steps: int, *, timed: bool) -> Any:
 
 
 def serve(text: str, devices: int, *, timed: bool) -> None:
-    """A rank: trains what it is told, and prints a line for each cell."""
+    """Run one rank: train the cells of a JSON text, and print a line for each."""
     torch.set_num_threads(1)
     for model, batch_size, strategy, steps in json.loads(text):
         print(json.dumps(train(Cell(model, batch_size, strategy), devices, steps, timed=timed)), flush=True)
 
 
 def run_cells(cells: Sequence[tuple[Cell, int]], devices: int, *, timed: bool, limit_s: float) -> Iterator[list[Any]]:
-    """What all ranks say of one cell after the other; fewer than there are cells if a rank ends or it takes long.
+    """Yield all ranks' results for one cell after another; stop early if a rank exits or the time limit is reached.
 
     Args:
-        cells: With how many steps each takes.
-        devices: Ranks.
-        timed: Whether seconds are asked for, and not bytes.
-        limit_s: Seconds after which ranks are ended.
+        cells: Cells with their numbers of steps.
+        devices: Number of ranks.
+        timed: Whether to measure seconds instead of bytes.
+        limit_s: Seconds after which the ranks are killed.
     """
     text = json.dumps([[*asdict(cell).values(), steps] for cell, steps in cells])
     command = [sys.executable, "-m", "benchmarks.plan_check", "--serve", text, "--devices", str(devices)]

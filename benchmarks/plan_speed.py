@@ -1,4 +1,4 @@
-"""How long a search takes, and how much memory: a small model on 16 ranks, 7.5 billion parameters on 1,024."""
+"""Time and memory of a planner search: a small model on 16 ranks, and 7.5 billion parameters on 1,024."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch  # noqa: E402
 
 from benchmarks.workloads import GPTLoss  # noqa: E402
 
-#: Width, layers, heads, context, vocabulary; samples a rank; devices a node, nodes.
+#: Width, layers, heads, context, vocabulary; samples per rank; devices per node, nodes.
 CASES: dict[str, tuple[tuple[int, int, int, int, int], int, tuple[int, int]]] = {
     "small": ((192, 4, 4, 128, 4096), 8, (8, 2)),
     "7.5B": ((4096, 36, 32, 2048, 51200), 1, (8, 128)),
@@ -41,7 +41,7 @@ class _Model(pl.LightningModule):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Search, and print seconds and memory; the exit status."""
+    """Run a search and print its time and memory; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_speed", description=__doc__)
     parser.add_argument("case", choices=list(CASES))
     parser.add_argument("--device", default="h100")

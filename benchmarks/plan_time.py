@@ -1,4 +1,4 @@
-"""Seconds a step beside those of a plan. What was measured is saved as it comes, and compared with plans later."""
+"""Measured seconds per step compared with a plan's. Measurements are saved as they arrive and compared later."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _STEPS = 16
 
 
 def measure(cells: Sequence[Cell], *, devices: int, rounds: int, limit_s: float, path: Path) -> dict[str, Any]:
-    """Seconds a step of every cell in so many rounds, saved after each.
+    """Measure the seconds per step of every cell in several rounds, saving after each measurement.
 
     Args:
-        cells: What to train, in the order of their turns.
-        devices: Ranks.
-        rounds: Turns of each, unless the time is over.
-        limit_s: Seconds for everything.
-        path: Where to save.
+        cells: Cells to train, in the order of their turns.
+        devices: Number of ranks.
+        rounds: Turns of each cell, unless the time limit is reached.
+        limit_s: Total time limit in seconds.
+        path: File to save to.
     """
     ends = time.monotonic() + limit_s
     found: dict[str, Any] = {"devices": devices, "cells": [{**asdict(cell), "steps_s": []} for cell in cells]}
@@ -53,7 +53,7 @@ def measure(cells: Sequence[Cell], *, devices: int, rounds: int, limit_s: float,
 def planned(
     model: str, batch_size: int, strategies: Iterable[str], devices: int, profile: DeviceProfile
 ) -> Mapping[str, Any]:
-    """Rows of a plan by strategy."""
+    """Return the rows of a plan by strategy."""
     torch.manual_seed(0)
     batch = next(iter(DataLoader(MODELS[model].data(batch_size), batch_size=batch_size)))
     names = list(strategies)
@@ -65,7 +65,7 @@ def planned(
 
 
 def compare(found: Mapping[str, Any], profile: DeviceProfile) -> Iterator[str]:
-    """Lines of tables: each cell, then what they say together."""
+    """Yield lines of tables, one per cell, followed by the overall errors and rank correlations."""
     yield "| model, samples | strategy | real, ms | planned, ms | off by | rounds, ms |"
     yield "| --- | --- | --- | --- | --- | --- |"
     groups: dict[tuple[str, int], list[Any]] = {}
@@ -99,14 +99,14 @@ def compare(found: Mapping[str, Any], profile: DeviceProfile) -> Iterator[str]:
 
 
 def kendall(first: Sequence[float], second: Sequence[float]) -> float:
-    """Pairs in the same order less those in the other one, over all."""
+    """Return Kendall's tau: concordant pairs minus the others, over all pairs."""
     pairs = list(combinations(range(len(first)), 2))
     same = sum(1 if (first[a] - first[b]) * (second[a] - second[b]) > 0 else -1 for a, b in pairs)
     return same / len(pairs) if pairs else 1.0
 
 
 def main(cells: Sequence[Cell], *, devices: int, rounds: int, limit_s: float, profile: str | None, saved: str) -> int:
-    """Measure what has not been measured, and compare; the exit status."""
+    """Measure what is not saved yet, and compare; return the exit status."""
     folder = Path(saved)
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "profile.json"

@@ -1,4 +1,4 @@
-"""Where some steps of one candidate go: operators by host and device time, and how long the device is idle."""
+"""Profile of some steps of one candidate: operators by host and device time, and the device's idle time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _WAITS = ("Synchronize", "cudaMalloc", "cudaFree", "aten::item", "aten::_local_s
 
 
 class _ProfilingGate:
-    """Passes every step, profiles some after the first ones, and ends the training.
+    """Gate that passes every step, profiles some after the warm-up, and ends the process.
 
     Args:
-        settings: Of the run; as many steps as its ``warmup`` come before those that are profiled.
+        settings: Settings of the run; ``warmup`` is the number of steps before the profiled ones.
         report: Called with the finished profile.
     """
 
@@ -47,7 +47,7 @@ class _ProfilingGate:
             self._wait()
             self._profile.stop()
             self._report(self._profile)
-            # As ranks end after a measurement: at once, out of whatever loop this is.
+            # Exit at once, from inside the candidate's loop.
             sys.stdout.flush()
             os._exit(0)
         self._index += 1
@@ -57,9 +57,9 @@ class _ProfilingGate:
 
 
 def profile_all(settings: Settings, names: Iterable[str], folder: Path) -> int:
-    """Profile candidates one after the other, each on one rank in a process of its own; the exit status.
+    """Profile candidates one after another, each on one rank in a process of its own; return the exit status.
 
-    What is printed is written to ``folder/profile-NAME.txt`` too.
+    The printed text is also written to ``folder/profile-NAME.txt``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     failed = False
@@ -105,7 +105,7 @@ def _lines(made: Any, *, on_device: bool) -> list[str]:
     wall_us = span[1] - span[0]
     lines = [f"{wall_us / _STEPS / 1e3:.3f} ms a step under the profiler, which slows the host"]
     if on_device:
-        # Annotations stand on the device's timeline as well, around gaps between kernels too.
+        # The device's timeline also contains annotations, which span gaps between kernels.
         work = [
             event.time_range
             for event in events
@@ -127,7 +127,7 @@ def _lines(made: Any, *, on_device: bool) -> list[str]:
 
 
 def _covered(ranges: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(ranges):
         total += max(0.0, stop - max(start, end))

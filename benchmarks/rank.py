@@ -1,9 +1,9 @@
-"""One rank of one candidate: a process that trains a round whenever the harness says so, and waits in between.
+"""One rank of one candidate: a process that trains a round when the harness releases it, and waits in between.
 
-[Note: turns] Every candidate's ranks live through the whole run, each in one uninterrupted training. Before a step that
-begins a round they stop at the :class:`Gate` until the harness lets them on, and all other candidates' ranks stand at
-theirs. So a round costs no start, a drift of the machine's load meets all candidates alike, peak memory is a
-candidate's own, and a ``Trainer.fit`` is measured as its user would see it.
+[Note: turns] Every candidate's ranks run for the whole benchmark, each in one uninterrupted training. Before the first
+step of a round they block in the :class:`Gate` until the harness releases them, while all other candidates' ranks wait
+at theirs. A round thus has no start-up cost, a drift of the machine's load affects all candidates equally, peak memory
+is a candidate's own, and a ``Trainer.fit`` is measured as its user would see it.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from benchmarks import machine, network
 from benchmarks.devices import Clock
 from benchmarks.settings import Settings
 
-#: The harness' ends of all pipes so far, which a forked rank inherits and must not hold open.
+#: The harness's ends of all pipes so far; a forked rank inherits them and must close them.
 harness_ends: list[Connection] = []
 
 
 class Channel:
-    """Reports to the harness, and a single word from it.
+    """Connection to the harness: reports go out, releases come in.
 
     Args:
-        connection: To the harness.
+        connection: Pipe to the harness.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def send(self, event: str, **values: Any) -> None:
-        """Tell the harness that something has come about."""
+        """Send an event with its values to the harness."""
         self._connection.send({"event": event, **values})
 
     def wait(self) -> None:
-        """Stand still until the harness says "go"; leave if it is gone."""
+        """Block until the harness sends "go"; exit the process if the harness is gone."""
         try:
             self._connection.recv()
         except (EOFError, OSError):
-            # A rank alone is of no use to anybody, and no collective would end.
+            # A single rank cannot continue: no collective would complete.
             os._exit(3)
 
 
 class Gate:
-    """Where a candidate's training passes before every step; it takes the times and counts the bytes.
+    """Gate that a candidate's training passes before every step; it measures times and bytes.
 
     Args:
-        settings: Of the run.
-        channel: To the harness.
-        more: Called at the end of every round for what else is to be reported of it.
+        settings: Settings of the run.
+        channel: Channel to the harness.
+        more: Called at the end of every round for additional values of its report.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Gate:
         """Call before every one of :attr:`Settings.total_steps` steps. Collective over the candidate's ranks.
 
         Args:
-            held: Tells the bytes of model states on this rank, with ``num_parameters`` and ``total`` among the keys.
+            held: Returns the bytes of model states on this rank, with ``num_parameters`` and ``total`` among the keys.
         """
         index, position = self._index, self._index % self._settings.steps_a_round
         self._index += 1
@@ -103,13 +103,13 @@ class Gate:
             self._clock.stamp()
 
     def took(self, loss: Tensor) -> None:
-        """Call after a step with its loss; nothing waits for its value before the round ends."""
+        """Record the loss of a step; its value is not synchronized to the host before the round ends."""
         self._loss = loss.detach()
 
     def _close_round(self, held: Callable[[], dict[str, int]]) -> None:
         step_s = self._clock.stop()
         worked, faults = time.process_time() - self._worked_before, machine.page_faults() - self._faults_before
-        # Only when all are here has everything been sent that belongs to the round.
+        # The round's traffic is complete only once all ranks are here.
         _barrier()
         sent_after = network.loopback_bytes()
         memory = self._clock.memory()
@@ -134,20 +134,20 @@ def _barrier() -> None:
 
 
 def serve(name: str, settings: Settings, connection: Connection, environment: dict[str, str], log: Path) -> None:
-    """A rank's life.
+    """Run one rank's process.
 
     Args:
-        name: Of the candidate.
-        settings: Of the run.
-        connection: To the harness.
-        environment: Who this rank is, in the variables that torchrun sets.
-        log: Where to print.
+        name: Name of the candidate.
+        settings: Settings of the run.
+        connection: Pipe to the harness.
+        environment: This rank's environment variables, named as torchrun sets them.
+        log: File for the output.
     """
-    # A comparison of commits uses the gate alone, beside another version of what candidates import.
+    # Imported here: a comparison of commits uses only the gate, with another version of the candidates' imports.
     from benchmarks.candidates import find
 
     for inherited in harness_ends:
-        # Else no rank would notice that the harness has ended.
+        # Otherwise a rank would not receive EOF when the harness exits.
         inherited.close()
     os.environ.update(environment)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -164,5 +164,5 @@ def serve(name: str, settings: Settings, connection: Connection, environment: di
         candidate.run(settings, Gate(settings, channel))
     except BaseException:
         channel.send("failed", trace=traceback.format_exc())
-    # Another rank may wait for this one in a collective: the harness ends both.
+    # Another rank may be blocked in a collective with this one: the harness kills both.
     os._exit(1)

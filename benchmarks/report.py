@@ -1,4 +1,4 @@
-"""From measurements to medians, a Markdown table, sentences that say who won, and a picture."""
+"""Report of measurements: medians, a Markdown table, verdicts in sentences, and a chart."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from lightning_pardist.planner.profiles import data_sheet_of
 
 _MB = 1e6
-#: A ratio this near to 1 says nothing; faster and slower need both quartiles beyond it.
+#: Ratios within this distance of 1 count as equal; "faster" and "slower" need both quartiles beyond it.
 _EQUAL = 0.01
-#: Last losses of two candidates differ by less, relatively.
+#: Allowed relative difference of two candidates' last losses.
 _LOSS_TOLERANCE = 0.01
 
 
 def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Per candidate the numbers of the table.
+    """Compute the numbers of the table for each candidate.
 
     Returns:
         ``step_ms`` is the median over all timed steps, ``step_ms_low`` and ``step_ms_high`` the quartiles,
-        ``step_ms_least`` the fastest step, ``wire``
-        bytes sent per rank and step over bytes of fp32 parameters, memory in bytes.
+        ``step_ms_least`` the fastest step, ``wire`` the bytes sent per rank and step over bytes of fp32 parameters,
+        memory in bytes.
     """
     run = results["run"]
     summary = {}
@@ -60,7 +60,7 @@ def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _rates(run: dict[str, Any], result: dict[str, Any], step_s: float) -> dict[str, float | None]:
-    """Tokens and model FLOPs a second, and which share the latter are of what the data sheet promises."""
+    """Return tokens and model FLOPs per second, and the latter's share of the data sheet's peak."""
     samples_per_s = run["batch_size"] * replicas_of(result) / step_s
     tokens, flops, utilisation = run["tokens_a_sample"], run["flops_a_sample"], None
     if flops is not None and result["device"] is not None:
@@ -80,9 +80,9 @@ def _most(values: Iterable[int | None]) -> int | None:
 
 
 def differing_losses(results: dict[str, Any]) -> list[str]:
-    """A sentence for each candidate on one rank whose last loss is not that of the first baseline.
+    """Return a sentence for each single-rank candidate whose last loss differs from the first baseline's.
 
-    Several ranks' first one has its own samples' loss, which is not the others'.
+    Candidates on several ranks are not compared: rank zero's loss is that of its own samples only.
     """
     summary, run = summarize(results), results["run"]
     alone = {name: row["loss"] for name, row in summary.items() if row["world_size"] == 1 and row["loss"] is not None}
@@ -95,14 +95,14 @@ def differing_losses(results: dict[str, Any]) -> list[str]:
 
 
 def replicas_of(result: dict[str, Any]) -> int:
-    """Ranks of a candidate that see different samples: ranks of one pipeline or one tensor group see the same."""
+    """Return the number of ranks with different samples: ranks of one pipeline or tensor group share theirs."""
     return int(result["held"].get("replicas", result["world_size"]))
 
 
 def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every strategy against every baseline: throughput over the baseline's, round by round.
+    """Compare every strategy with every baseline: ratio of throughputs, round by round.
 
-    Rounds are neighbours in time, so the ratio within one suffers less from a drift of the load than the medians.
+    Rounds are adjacent in time: the ratio within one suffers less from a drift of the load than that of medians.
     """
     summary, run = summarize(results), results["run"]
     rows = []
@@ -125,14 +125,14 @@ def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ratios(summary: dict[str, dict[str, Any]], name: str, other: str) -> tuple[float, float, float]:
-    """Quartiles over rounds of a candidate's throughput over another's."""
+    """Return the quartiles over rounds of the ratio of two candidates' throughputs."""
     factor = summary[name]["replicas"] / summary[other]["replicas"]
     pairs = zip(summary[name]["round_ms"], summary[other]["round_ms"], strict=True)
     return quartiles([factor * theirs / ours for ours, theirs in pairs])
 
 
 def sentence(row: dict[str, Any]) -> str:
-    """One comparison in words."""
+    """Return one comparison as a sentence."""
     ratio = row["by_rounds"]
     if row["low"] > 1.0 + _EQUAL:
         verdict = "is **faster** than"
@@ -149,7 +149,7 @@ def sentence(row: dict[str, Any]) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     run, summary = results["run"], summarize(results)
     psi = next(iter(summary.values()))["num_parameters"] / 1e6
     ranks = f"{run['devices']} rank{'s' if run['devices'] > 1 else ''}"
@@ -192,7 +192,7 @@ def _table(summary: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _device_table(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[str]:
-    """What there is to say of ranks on devices, where nothing is sent that could be counted."""
+    """Return the table for ranks on devices, without traffic, which is not counted there."""
     baselines = results["run"]["baselines"]
     first = baselines[0] if baselines else next(iter(summary))
     columns = (
@@ -272,7 +272,7 @@ def _notes(run: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[str]
 
 
 def write(results: dict[str, Any], folder: Path, stem: str) -> list[Path]:
-    """Write ``stem``.json, .md and .png into ``folder``; their paths."""
+    """Write ``stem``.json, .md and .png into ``folder``, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{stem}.{ending}" for ending in ("json", "md", "png")]
     full = {**results, "summary": summarize(results), "comparisons": compare(results)}
@@ -283,7 +283,7 @@ def write(results: dict[str, Any], folder: Path, stem: str) -> list[Path]:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Draw throughput, step times, traffic and memory as bars."""
+    """Draw throughput, step times, traffic (or FLOPs utilisation on a device) and memory as bar charts."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -323,7 +323,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile."""
+    """Return first quartile, median and third quartile."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,4 +1,4 @@
-"""What one benchmark run is made of."""
+"""Settings of one benchmark run."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 
 def given_settings(name: str) -> dict[str, Any]:
-    """Settings behind a name, ``NAME@setting=JSON,...``; none without ``@``."""
+    """Return the settings in a name ``NAME@setting=JSON,...``; none without ``@``."""
     text = name.partition("@")[2]
     return {key: json.loads(value) for key, _, value in (item.partition("=") for item in text.split(",") if item)}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run, as the command line gave it; every rank process gets the same.
+    """One run's settings from the command line, the same in every rank's process.
 
     Attributes:
         model: Name of the workload, see :mod:`benchmarks.workloads`.
         tiny: Whether the workload is shrunk to test sizes.
         model_options: Overrides of the workload's sizes, such as ``{"layers": 2}``.
         devices: Number of ranks of the candidates that run on several.
-        batch_size: Samples a rank and step; 0 for the workload's own.
-        rounds: How often the candidates take turns.
-        steps: Timed steps a round.
+        batch_size: Samples per rank and step; 0 for the workload's own.
+        rounds: Number of turns of each candidate.
+        steps: Timed steps per round.
         warmup: Steps at the start of every round that are not timed.
-        seed: Of weights and data.
-        accelerator: ``"cpu"``, or ``"gpu"`` for what torch finds.
-        precision: ``"32-true"`` or ``"bf16-mixed"``, as the Trainer takes it.
+        seed: Seed of weights and data.
+        accelerator: ``"cpu"``, or ``"gpu"`` for the accelerator that torch finds.
+        precision: ``"32-true"`` or ``"bf16-mixed"``, as for ``Trainer(precision=)``.
     """
 
     model: str = "gpt"
@@ -50,10 +50,10 @@ class Settings:
 
     @property
     def steps_a_round(self) -> int:
-        """Timed and dropped steps together."""
+        """Timed and dropped steps of a round."""
         return self.warmup + self.steps
 
     @property
     def total_steps(self) -> int:
-        """Steps that a candidate must be ready to take: all rounds, and the one before which the last is closed."""
+        """Number of batches a candidate must provide: all rounds, and one step more, which closes the last round."""
         return self.rounds * self.steps_a_round + 1

@@ -1,10 +1,10 @@
-"""Step time on slow links: two hosts in network namespaces, their links limited in rate and with a delay (root only).
+"""Step time on slow links: two hosts in network namespaces with rate-limited, delayed links (root only).
 
-``python -m benchmarks.slow_link`` prints, for each strategy and link, the median step beside the best that can be:
-max(compute, traffic / bandwidth), where compute is a step of the same two ranks that each train alone. What a step
-takes beyond that is traffic that did not hide behind the compute. All candidates train in the same processes, in turns.
+``python -m benchmarks.slow_link`` prints, for each strategy and link, the median step next to its lower bound:
+max(compute, traffic / bandwidth), where compute is the step time of the same two ranks training separately. Time beyond
+this bound is communication that does not overlap with compute. All candidates train in the same processes, in turns.
 
-A candidate that meets every ``sync_every`` steps takes two such intervals a turn, and the mean of their steps counts:
+A candidate that synchronises every ``sync_every`` steps takes two such intervals per turn, and reports its mean step:
 ``--rates 10mbit --strategies 'pardist_local_sgd@sync_every=100,outer_compression="int4"'``.
 """
 
@@ -116,7 +116,7 @@ def _run(hosts: Any, rate: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rank(given: str) -> None:
-    """One rank: trains by every candidate in turns, and on the first writes down step times and bytes sent."""
+    """Train with every candidate in turns; rank zero writes step times and bytes sent."""
     import lightning_pardist  # noqa: F401  # isort: skip
     import torch.distributed as dist
 
@@ -127,7 +127,7 @@ def rank(given: str) -> None:
             clock = _train(name, wishes)
             found[name]["times"] += clock.times
             found[name]["sent"] += clock.sent
-            # A rank that trains alone ends when it likes.
+            # A rank that trains alone does not wait for the other.
             if dist.is_initialized():
                 dist.barrier()
     if dist.get_rank() == 0:
@@ -206,12 +206,12 @@ def _strategy(name: str) -> Any:
 
 
 def _interval(name: str) -> int:
-    """Steps between two meetings, 0 where ranks meet every step."""
+    """Return the steps between two synchronisations, 0 if ranks synchronise every step."""
     return int(given_settings(name).get("sync_every", 0))
 
 
 def _sent_bytes() -> int:
-    """What has left this host so far."""
+    """Return the bytes that have left this host so far."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "eth0":

@@ -1,4 +1,4 @@
-"""The models and the data that every candidate trains on, alike to the last weight and sample."""
+"""Models and data that every candidate trains on, identical in all weights and samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POOL = 256
 
 
 class GPTLoss(nn.Module):
-    """The GPT recipe's transformer with its loss inside, for loops that know only ``loss = net(*batch)``."""
+    """The GPT recipe's transformer with its loss inside, for training loops of the form ``loss = net(*batch)``."""
 
     def __init__(self, dim: int, layers: int, heads: int, context: int, vocab_size: int) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class GPTLoss(nn.Module):
 
 
 class MixtralLoss(nn.Module):
-    """A Mixtral of transformers with its loss inside: two of the experts of each layer for a token."""
+    """Mixtral of transformers with its loss inside: two experts per token in each layer."""
 
     def __init__(self, dim: int, hidden: int, layers: int, heads: int, experts: int, context: int, vocab_size: int):
         super().__init__()
-        # What nothing else here needs.
+        # Imported here because only this workload needs transformers.
         from transformers import MixtralConfig, MixtralForCausalLM
 
         config = MixtralConfig(
@@ -66,7 +66,7 @@ class MixtralLoss(nn.Module):
 
 
 class MLPLoss(nn.Module):
-    """A perceptron with its loss inside: much to send and to update for little to compute."""
+    """MLP with its loss inside: communication and update dominate."""
 
     def __init__(self, features: int, hidden: int, layers: int, classes: int) -> None:
         super().__init__()
@@ -85,15 +85,15 @@ class Workload:
     """One model with its data.
 
     Attributes:
-        sizes: Arguments of ``build``, and of ``sample``.
+        sizes: Arguments of ``build``, and of ``samples``.
         tiny_sizes: The same for tests.
-        batch_size: Samples a rank and step.
-        build: Makes the module.
-        samples: Makes this many samples, a tuple of tensors stacked along dim 0.
-        whole_batches: Whether batches are made once, in pinned memory if there is a device, so that no step waits
-            for samples to be put together.
+        batch_size: Samples per rank and step.
+        build: Creates the module.
+        samples: Creates this many samples, a tuple of tensors stacked along dim 0.
+        whole_batches: Whether batches are created once, in pinned memory for a device, to avoid collating samples in
+            steps.
         lr: Learning rate.
-        flops: Operations of forward and backward of one sample, as far as the model needs them.
+        flops: Model FLOPs of forward and backward of one sample.
     """
 
     sizes: dict[str, int]
@@ -112,14 +112,14 @@ def _text(count: int, sizes: dict[str, int], generator: torch.Generator) -> tupl
 
 
 def _skewed_text(count: int, sizes: dict[str, int], generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Tokens some of which are much more frequent, so that a loss that falls shows training."""
+    """Return tokens of very unequal frequency: a falling loss then shows that training works."""
     drawn = torch.rand(count, sizes["context"] + 1, generator=generator)
     tokens = (drawn.pow(8) * sizes["vocab_size"]).long()
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def _gpt_flops(sizes: dict[str, int]) -> float:
-    """``6 N + 12 L d T`` a token (PaLM, arXiv 2204.02311, appendix B), N without positions, norms and biases."""
+    """Return ``6 N + 12 L d T`` a token (PaLM, arXiv 2204.02311, appendix B), N without positions, norms and biases."""
     dim, layers, context = sizes["dim"], sizes["layers"], sizes["context"]
     numel = 12 * layers * dim**2 + sizes["vocab_size"] * dim
     return float(context * (6 * numel + 12 * layers * dim * context))
@@ -131,7 +131,7 @@ def _vectors(count: int, sizes: dict[str, int], generator: torch.Generator) -> t
 
 
 WORKLOADS = {
-    # 11.5 million parameters: much to compute for what there is to send.
+    # 11.5 million parameters: compute-bound.
     "gpt": Workload(
         sizes={"dim": 384, "layers": 6, "heads": 6, "context": 128, "vocab_size": 2048},
         tiny_sizes={"dim": 32, "layers": 2, "heads": 2, "context": 16, "vocab_size": 64},
@@ -139,7 +139,7 @@ WORKLOADS = {
         build=GPTLoss,
         samples=_text,
     ),
-    # GPT-2 of 124 and 354 million parameters, its vocabulary padded to a multiple of 64.
+    # GPT-2 with 124 and 354 million parameters, the vocabulary padded to a multiple of 64.
     **{
         name: Workload(
             sizes={"dim": dim, "layers": layers, "heads": dim // 64, "context": 1024, "vocab_size": 50304},
@@ -179,7 +179,7 @@ WORKLOADS = {
 
 
 def sizes_of(settings: Settings) -> dict[str, int]:
-    """The model's sizes in this run.
+    """Return the model's sizes in this run.
 
     Raises:
         ValueError: If the workload or one of the overridden sizes is unknown.
@@ -195,30 +195,30 @@ def sizes_of(settings: Settings) -> dict[str, int]:
 
 
 def batch_size_of(settings: Settings) -> int:
-    """Samples a rank and step in this run."""
+    """Return the samples per rank and step in this run."""
     return settings.batch_size or (2 if settings.tiny else WORKLOADS[settings.model].batch_size)
 
 
 def flops_of(settings: Settings) -> float | None:
-    """Operations that forward and backward of one sample need, None where the workload does not tell."""
+    """Return the model FLOPs of forward and backward of one sample, None if the workload does not define them."""
     count = WORKLOADS[settings.model].flops
     return None if count is None else count(sizes_of(settings))
 
 
 def make_net(settings: Settings) -> nn.Module:
-    """The module, with the same weights on every rank and for every candidate."""
+    """Return the module, with the same weights on every rank and for every candidate."""
     torch.manual_seed(settings.seed)
     return WORKLOADS[settings.model].build(**sizes_of(settings))
 
 
 def make_optimizer(net: nn.Module, settings: Settings) -> Optimizer:
-    """The optimizer that every candidate steps: torch's AdamW, the fused kernel where there is a device."""
+    """Return the optimizer of every candidate: torch's AdamW, fused on a device."""
     fused = True if settings.accelerator != "cpu" else None
     return AdamW(net.parameters(), lr=WORKLOADS[settings.model].lr, fused=fused)
 
 
 class Task(LightningModule):
-    """The module as a Lightning user has it."""
+    """LightningModule around the module."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Task(LightningModule):
 
 
 class _Samples(Dataset[tuple[Tensor, ...]]):
-    """As many samples as the run needs, from a pool that is made once: an epoch that never ends."""
+    """Samples for the whole run as one epoch, from a pool that is created once."""
 
     def __init__(self, settings: Settings, world_size: int) -> None:
         generator = torch.Generator().manual_seed(settings.seed)
@@ -248,7 +248,7 @@ class _Samples(Dataset[tuple[Tensor, ...]]):
 
 
 class _Batches(Dataset[tuple[Tensor, ...]]):
-    """The same as whole batches of one rank, which are made once."""
+    """Batches of one rank for the whole run, from a pool of whole batches that is created once."""
 
     def __init__(self, settings: Settings, rank: int, world_size: int) -> None:
         generator = torch.Generator().manual_seed(settings.seed)
@@ -268,7 +268,7 @@ class _Batches(Dataset[tuple[Tensor, ...]]):
 
 
 def make_loader(settings: Settings, *, rank: int, world_size: int) -> DataLoader:
-    """This rank's batches, :attr:`Settings.total_steps` of them."""
+    """Return a loader of this rank's batches, :attr:`Settings.total_steps` of them."""
     if WORKLOADS[settings.model].whole_batches:
         return DataLoader(_Batches(settings, rank, world_size), batch_size=None)
     samples = _Samples(settings, world_size)

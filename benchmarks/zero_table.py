@@ -1,8 +1,8 @@
-"""The ZeRO paper's memory table (arXiv 1910.02054, table 1) by the real engines, on tensors without memory.
+"""The ZeRO paper's memory table (arXiv 1910.02054, table 1) from the real engines, on fake tensors.
 
-One rank of N runs a training step of a GPT for real, in torch's ``FakeTensorMode`` and on its ``fake`` process group.
-Every storage that comes and goes is counted: what a rank holds between backward and the next step, and the most during
-the step. The batch is one short sequence, so that states are what is counted.
+One rank of N runs a real training step of a GPT in torch's ``FakeTensorMode`` and on its ``fake`` process group.
+All storages are counted when they are allocated and freed: the bytes a rank holds after the optimizer step, and the
+peak during the step. The batch is one short sequence, which makes model states dominate.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One rank's bytes.
+    """Bytes of one rank.
 
     Attributes:
         zero_stage: 1, 2 or 3.
-        world_size: Ranks.
+        world_size: Number of ranks.
         mixed: bf16 parameters with fp32 masters, or fp32 throughout.
-        psi: Parameters.
-        held: Model states when the optimizer has stepped, gradients included.
-        peak: The most at any time of the step.
+        psi: Number of parameters.
+        held: Model states after the optimizer step, gradients included.
+        peak: Peak during the step.
     """
 
     zero_stage: int
@@ -70,24 +70,24 @@ class Cell:
 
     @property
     def formula(self) -> float:
-        """What the paper's table has for this many parameters, in bytes."""
+        """Bytes according to the paper's table for this number of parameters."""
         return self.psi * bytes_per_parameter(self.zero_stage, self.world_size, mixed=self.mixed)
 
     @property
     def expected(self) -> float:
-        """What our engines are meant to hold, in bytes."""
+        """Bytes that this package's engines are designed to hold."""
         return self.psi * bytes_per_parameter(self.zero_stage, self.world_size, mixed=self.mixed, ours=True)
 
 
 def bytes_per_parameter(zero_stage: int, world_size: int, *, mixed: bool, ours: bool = False) -> float:
-    """Parameters, gradients and Adam's state.
+    """Return the bytes of parameters, gradients and Adam's state per parameter.
 
     Args:
         zero_stage: 1, 2 or 3.
-        world_size: Ranks.
+        world_size: Number of ranks.
         mixed: See :class:`Cell`.
-        ours: Between steps our mixed precision holds slices of gradients alone in stage 1 as well, and holds them in
-            fp32, where the paper's are in half precision: micro-batches are added up without loss.
+        ours: Whether to count this package's engines: between steps, mixed precision holds only gradient slices, in
+            stage 1 as well, and in fp32 where the paper's are in half precision: accumulation loses no precision.
     """
     shares = {1: (4, 12), 2: (2, 14), 3: (0, 16)} if mixed else {1: (8, 8), 2: (4, 12), 3: (0, 16)}
     kept, split = (2, 16) if ours and mixed and zero_stage < 3 else shares[zero_stage]
@@ -95,11 +95,11 @@ def bytes_per_parameter(zero_stage: int, world_size: int, *, mixed: bool, ours: 
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that were made inside and are still there.
+    """Dispatch mode that counts the bytes of all live storages created inside it.
 
     Attributes:
-        now: At this moment.
-        peak: The most since :meth:`restart`.
+        now: Current bytes.
+        peak: Peak since :meth:`restart`.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            # A DTensor's own storage has the size of the whole and no memory; what it wraps is seen by itself.
+            # A DTensor's own storage has the global size and no memory; the wrapped tensor is counted itself.
             if isinstance(leaf, torch.Tensor) and not is_traceable_wrapper_subclass(leaf):
                 self._note(leaf.untyped_storage())
         return result
@@ -149,20 +149,20 @@ class LiveBytes(TorchDispatchMode):
 
 
 def measure(zero_stage: int, world_size: int, *, mixed: bool, sizes: dict[str, int], tokens: int = 8) -> Cell:
-    """One step of one rank.
+    """Measure one step of one rank.
 
     Args:
         zero_stage: 1, 2 or 3.
-        world_size: Ranks that there are said to be.
+        world_size: Number of ranks of the fake process group.
         mixed: See :class:`Cell`.
-        sizes: Of :class:`~benchmarks.workloads.GPTLoss`.
-        tokens: Length of the one sequence.
+        sizes: Sizes of :class:`~benchmarks.workloads.GPTLoss`.
+        tokens: Length of the single sequence.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         mesh = init_device_mesh("cpu", (world_size,))
         with FakeTensorMode(), LiveBytes() as live:
-            # Fake parameters cannot be converted: they are made in the dtype that they train in.
+            # Fake parameters cannot be converted: they are created in their training dtype.
             with _default_dtype(torch.bfloat16 if mixed and zero_stage < 3 else torch.float32):
                 model = GPTLoss(**sizes)
             psi = sum(parameter.numel() for parameter in model.parameters())
@@ -173,7 +173,7 @@ def measure(zero_stage: int, world_size: int, *, mixed: bool, sizes: dict[str, i
                     model, mesh, units=find_fsdp_units(model), mp_policy=policy, sync_values=False, check=False
                 )
                 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-                # Trying an optimizer out needs values.
+                # A trial run of the optimizer would need values.
                 engine: Any = ShardedDataEngine(handle, [optimizer], accumulate="sharded", update_scope="elementwise")
                 live.restart()
                 loss = handle.run(model, *batch)
@@ -204,7 +204,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Markdown: measured beside the paper's."""
+    """Return a Markdown table of measured and published values."""
     lines = [
         "| stage | precision | ranks | paper, 7.5 B | its formula, GB | held, GB | off by | peak in a step, GB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -220,7 +220,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print and write; the exit status."""
+    """Measure, print and write; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zero_table", description=__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", default=list(WORLDS), help="numbers of ranks")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3])

@@ -1,1 +1,1 @@
-"""Plain Lightning recipes to copy: nothing in them knows how many devices they will run on."""
+"""Plain Lightning recipes to copy; their code does not depend on the number of devices."""

@@ -1,4 +1,4 @@
-"""What the recipes share: packages they need, where data come from, and an order of samples that any run repeats."""
+"""Helpers shared by the recipes: package checks, choice of the data source, and a reproducible sample order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import RandomSampler
 
 Splits = TypeVar("Splits")
-#: Where the name to install is not the name to import.
+#: Packages whose distribution name differs from their import name.
 _DISTRIBUTIONS = {"skimage": "scikit-image", "sklearn": "scikit-learn"}
 
 
 def require(*modules: str, recipe: str, extra: str = "recipes") -> None:
-    """Say what to install where a recipe needs packages that the library itself does not.
+    """Check that the packages a recipe needs beyond the library's own dependencies are installed.
 
     Args:
         modules: Names as they are imported.
@@ -41,14 +41,14 @@ def require(*modules: str, recipe: str, extra: str = "recipes") -> None:
 
 
 def load(module: LightningDataModule, source: str, readers: Mapping[str, Callable[[], Splits]]) -> Splits:
-    """Read the data of ``source``; for ``"auto"``, of the first reader that finds its data. Says which, and why.
+    """Read the data of ``source``, or for ``"auto"`` of the first reader that finds its data, and log the choice.
 
-    Inside a ``Trainer`` every process must call it: the choice is compared with rank zero's.
+    Inside a ``Trainer``, every process must call it: the choice is compared with rank zero's.
 
     Args:
-        module: The data module that asks, for its name in messages and for its trainer.
+        module: The calling data module; provides its name for messages, and its trainer.
         source: A name among ``readers``, or ``"auto"``.
-        readers: Name to function. A reader raises ``FileNotFoundError``, with the reason, where its data is missing.
+        readers: Functions by name. A reader raises ``FileNotFoundError``, with the reason, if its data is missing.
 
     Raises:
         ValueError: If ``source`` is not a known name.
@@ -78,7 +78,7 @@ def load(module: LightningDataModule, source: str, readers: Mapping[str, Callabl
 
 
 def fetch(download: Callable[[], object], url: str, timeout_s: float = 5.0) -> str:
-    """Download, giving up soon on a machine without network.
+    """Run a download, but fail early on a machine without network.
 
     Args:
         download: Does the work; called once ``url`` has answered, whatever the answer.
@@ -94,12 +94,12 @@ def fetch(download: Callable[[], object], url: str, timeout_s: float = 5.0) -> s
         try:
             urllib.request.urlopen(url, timeout=timeout_s).close()
             failure[0] = ""
-        except urllib.error.HTTPError:  # an answer, and the file asked for later may well be there
+        except urllib.error.HTTPError:  # the server responded; the file requested later may well exist
             failure[0] = ""
         except OSError as error:
             failure[0] = f"{url}: {error}"
 
-    # Looking up a host name has no timeout of its own, so it is waited for from outside.
+    # Host name resolution has no timeout of its own: run it in a thread and wait for that.
     thread = threading.Thread(target=knock, daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -117,11 +117,11 @@ def fetch(download: Callable[[], object], url: str, timeout_s: float = 5.0) -> s
 
 
 class EpochShuffle(RandomSampler):
-    """A new order each epoch, from the run's seed and the epoch alone.
+    """Sampler with a new order each epoch that depends only on the run's seed and the epoch.
 
-    Where several processes share the data, Lightning replaces a ``RandomSampler`` by a ``DistributedSampler``, and this
-    is the order of that one. So one process with batches of 64 and four with batches of 16 train on the same 64 samples
-    at every step.
+    If several processes share the data, Lightning replaces a ``RandomSampler`` by a ``DistributedSampler``, whose order
+    this sampler reproduces: one process with batches of 64 and four with batches of 16 train on the same 64 samples at
+    every step.
 
     Args:
         data: What to index, anything with a length.
@@ -132,7 +132,7 @@ class EpochShuffle(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer before each epoch."""
+        """Set the epoch; the Trainer calls this before each one."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -141,5 +141,5 @@ class EpochShuffle(RandomSampler):
 
 
 def run_seed() -> int:
-    """The seed given to ``seed_everything``, 0 if it was not called."""
+    """Return the seed given to ``seed_everything``, or 0 if it was not called."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))

@@ -1,4 +1,4 @@
-"""The MNIST recipe on one process and on two, side by side: ``python -m recipes.demo``."""
+"""Train the MNIST recipe on one process and on two and compare the results: ``python -m recipes.demo``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GLOBAL_BATCH = 64
 
 
 class Holdings(Callback):
-    """Notes what every rank holds at the end, at the moment when it is most: before the last step of the optimizer."""
+    """Callback that records every rank's memory at its peak in a step: before the last optimizer step."""
 
     def __init__(self) -> None:
         self.here: dict[str, float] = {}
@@ -45,7 +45,7 @@ class Holdings(Callback):
 
 
 def run(strategy: str, devices: int, epochs: int, result: Path, data_dir: str) -> None:
-    """Train once and write what there is to compare to ``result``."""
+    """Train once and write the figures to compare to ``result``, as JSON."""
     seed_everything(0, verbose=False)
     holdings = Holdings()
     trainer = Trainer(
@@ -53,7 +53,7 @@ def run(strategy: str, devices: int, epochs: int, result: Path, data_dir: str) -
         strategy=strategy,
         devices=devices,
         max_epochs=epochs,
-        # In single precision Adam makes full steps of rounding noise, and after some hundred of them two runs part.
+        # In fp32, Adam turns rounding noise into full-size steps: two runs diverge after some hundred of them.
         precision="64-true",
         callbacks=[holdings],
         logger=False,
@@ -77,7 +77,7 @@ def run(strategy: str, devices: int, epochs: int, result: Path, data_dir: str) -
 
 
 def main() -> None:
-    """Start both runs and print them side by side."""
+    """Start both runs and print their results side by side."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", default="pardist_ddp")
     parser.add_argument("--devices", type=int, default=2)

@@ -1,4 +1,4 @@
-"""What a test leaves behind fails it: process groups, threads, children, environment variables."""
+"""Fixtures that fail a test for leaving process groups, threads, child processes or environment variables behind."""
 
 import os
 import threading
@@ -59,7 +59,7 @@ def _nothing_left_behind():
         dist.destroy_process_group()
         problems.append("a process group")
     pool = {process.pid for one in ranks._pools.values() for process in one.processes}
-    # Inductor's compiles and stays, as does Open MPI's, which Lightning starts where mpi4py is installed.
+    # Inductor's compile workers persist, as does Open MPI's daemon, which Lightning starts if mpi4py is installed.
     servers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker", "orted ")
     left = {
         child.pid: " ".join(child.cmdline())
@@ -76,7 +76,7 @@ def _nothing_left_behind():
     ]
     changed = {name for name in {*variables, *os.environ} if variables.get(name) != os.environ.get(name)}
     changed = {name for name in changed if not name.startswith(_KNOWN_VARIABLES)}
-    # A seed that one test has set is every later Trainer's seed.
+    # A seed set by one test would otherwise apply to every later Trainer.
     for name in {*changed, "PL_GLOBAL_SEED", "PL_SEED_WORKERS"} & {*variables, *os.environ}:
         if name in variables:
             os.environ[name] = variables[name]

@@ -1,7 +1,7 @@
-"""Everything that can be measured, one file a family.
+"""Registry of everything that can be measured, one file per family.
 
-A family is a module with ``names()``, and ``find(name)``, which returns a :class:`Candidate`, or None where the name is
-not its own. A new one is added to :data:`FAMILIES`.
+A family is a module with ``names()`` and ``find(name)``, which returns a :class:`Candidate`, or None if the name
+belongs to another family. A new family is added to :data:`FAMILIES`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ FAMILIES = (torch_loop, sharded_loop, megatron_loop, pipelining_loop, lightning_
 
 
 def find(name: str) -> Candidate:
-    """The candidate of this name.
+    """Return the candidate of this name.
 
     Raises:
-        ValueError: If no family knows it.
+        ValueError: If no family has it.
     """
     for family in FAMILIES:
         candidate = family.find(name)

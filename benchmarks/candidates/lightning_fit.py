@@ -1,4 +1,4 @@
-"""``Trainer.fit`` with any strategy that has a name: ours, and Lightning's own."""
+"""``Trainer.fit`` with any registered strategy: this package's and Lightning's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SINGLE = {"one_process": "one process, Lightning", "auto": "one process, Lightni
 
 
 class _AtTheGate(pl.Callback):
-    """Passes the gate before every batch, so that a step is all that the Trainer does from one batch to the next."""
+    """Callback that passes the gate before every batch: a step is all the Trainer does from one batch to the next."""
 
     def __init__(self, gate: PassesBeforeSteps) -> None:
         self._gate = gate
@@ -35,7 +35,7 @@ class _AtTheGate(pl.Callback):
 
 @dataclass(frozen=True)
 class LightningFit:
-    """An ordinary Trainer without the parts that write files.
+    """Plain Trainer without the parts that write files.
 
     Attributes:
         strategy: ``NAME`` or ``NAME@key=value,...``, or ``"auto"``.
@@ -63,12 +63,12 @@ def _held(trainer: pl.Trainer) -> dict[str, int]:
 
 
 def names() -> list[str]:
-    """Names that this family knows; any other name in Lightning's registry works as well."""
+    """Return the names of this family; any other name in Lightning's registry works as well."""
     return [*SINGLE, "ddp", *(entry.name for entry in TABLE)]
 
 
 def find(name: str) -> Candidate | None:
-    """The candidate of this name, None if no strategy has it.
+    """Return the candidate of this name, or None if no strategy is registered under it.
 
     ``pardist_ddp@bucket_size_mb=10,overlap=false`` stands for the strategy with these arguments.
     """

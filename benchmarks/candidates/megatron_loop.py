@@ -1,4 +1,4 @@
-"""A GPT split over tensor ranks by hand, as Megatron-LM does it, on plain collectives: what ``pardist_tp`` is up to."""
+"""GPT split by hand over tensor-parallel ranks as in Megatron-LM, on plain collectives: peer of ``pardist_tp``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of logits ``[tokens, vocab_size / ranks]``, which are never put together."""
+    """Mean cross entropy of vocabulary-parallel logits ``[tokens, vocab_size / ranks]``, which are never gathered."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int) -> Tensor:
@@ -102,7 +102,7 @@ class _Block(nn.Module):
 
 
 class MegatronGPT(nn.Module):
-    """One tensor rank's part of a :class:`~benchmarks.workloads.GPTLoss`."""
+    """Shard of a :class:`~benchmarks.workloads.GPTLoss` on one tensor-parallel rank."""
 
     def __init__(self, net: GPTLoss, rank: int, size: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class MegatronGPT(nn.Module):
 
 @dataclass(frozen=True)
 class MegatronLoop:
-    """A GPT written for tensor parallelism, loop by hand."""
+    """Hand-written loop over the GPT split for tensor parallelism."""
 
     name: str = "megatron"
     title: str = "GPT split by hand as in Megatron-LM, loop by hand"
@@ -136,7 +136,7 @@ class MegatronLoop:
         dist.init_process_group("gloo", timeout=timedelta(minutes=10))
         net = MegatronGPT(make_net(settings), dist.get_rank(), dist.get_world_size())  # type: ignore[arg-type]
         optimizer = make_optimizer(net, settings)
-        # Ranks of one tensor group see the same samples.
+        # All ranks of a tensor-parallel group train on the same samples.
         for batch in make_loader(settings, rank=0, world_size=1):
             gate.before_step(lambda: held_by(net, [optimizer], replicas=1))
             optimizer.zero_grad()
@@ -146,7 +146,7 @@ class MegatronLoop:
 
 @dataclass(frozen=True)
 class TensorEngineLoop:
-    """A loop by hand around the engine of ``pardist_tp``: what the strategy costs beside Lightning."""
+    """Hand-written loop around the engine of ``pardist_tp``: the cost of the strategy without Lightning."""
 
     name: str = "pardist_tensor"
     title: str = "tensor engine, loop by hand"
@@ -175,10 +175,10 @@ _ALL: dict[str, Candidate] = {candidate.name: candidate for candidate in (Megatr
 
 
 def names() -> list[str]:
-    """Names that this family knows."""
+    """Return the names of this family."""
     return list(_ALL)
 
 
 def find(name: str) -> Candidate | None:
-    """The candidate of this name, None if it is another family's."""
+    """Return the candidate of this name, or None if it belongs to another family."""
     return _ALL.get(name)

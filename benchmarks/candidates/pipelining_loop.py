@@ -1,4 +1,4 @@
-"""A GPT cut into stages by hand for ``torch.distributed.pipelining``: what ``pardist_pp`` is up to."""
+"""GPT cut by hand into stages for ``torch.distributed.pipelining``: the reference for ``pardist_pp``."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ NUM_MICROBATCHES = 8
 
 
 class StageOfGPT(nn.Module):
-    """One stage of a :class:`~benchmarks.workloads.GPTLoss`, written as tutorials of ``pipelining`` do.
+    """One stage of a :class:`~benchmarks.workloads.GPTLoss`, written as in the tutorials of ``pipelining``.
 
     Args:
-        net: The whole; this stage keeps its share.
-        stage_index: Which.
-        starts: First block of every stage, and the number of blocks at the end.
+        net: The whole model, of which this stage keeps its part.
+        stage_index: Index of the stage.
+        starts: Index of the first block of every stage, followed by the number of blocks.
     """
 
     def __init__(self, net: GPTLoss, stage_index: int, starts: tuple[int, ...]) -> None:
@@ -59,7 +59,7 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PipeliningLoop:
-    """torch's own stage and schedule, loop by hand, cut where ``pardist_pp`` cuts."""
+    """Hand-written loop on torch's own stage and schedule, cut at the same blocks as ``pardist_pp``."""
 
     name: str
     title: str
@@ -71,7 +71,7 @@ class PipeliningLoop:
         dist.init_process_group("gloo", timeout=timedelta(minutes=10))
         rank, size = dist.get_rank(), dist.get_world_size()
         net = _gpt(settings)
-        # Ranks of one pipeline see the same samples.
+        # All ranks of a pipeline train on the same samples.
         loader = make_loader(settings, rank=0, world_size=1)
         made, _ = _planned(net, next(iter(loader)), size)
         module = StageOfGPT(net, rank, _first_blocks(made))
@@ -99,7 +99,7 @@ class PipeliningLoop:
 
 @dataclass(frozen=True)
 class PipelineEngineLoop:
-    """A loop by hand around the engine of ``pardist_pp``: what the strategy costs beside Lightning."""
+    """Hand-written loop around the engine of ``pardist_pp``: the cost of the strategy without Lightning."""
 
     name: str = "pardist_pipeline"
     title: str = "pipeline engine, 1F1B, loop by hand"
@@ -139,10 +139,10 @@ def _planned(net: nn.Module, batch: Any, num_stages: int) -> tuple[PipelinePlan,
 
 
 def _first_blocks(made: PipelinePlan) -> tuple[int, ...]:
-    """First block of every stage, and the number of blocks.
+    """Return the index of the first block of every stage, followed by the number of blocks.
 
     Raises:
-        ValueError: If the plan cuts elsewhere than before a block.
+        ValueError: If the plan cuts anywhere but before a block.
     """
     names = [call.unit for call in made.trace.calls]
     blocks = [name for name in names if name.startswith("blocks.")]
@@ -163,10 +163,10 @@ _ALL: dict[str, Candidate] = {
 
 
 def names() -> list[str]:
-    """Names that this family knows."""
+    """Return the names of this family."""
     return list(_ALL)
 
 
 def find(name: str) -> Candidate | None:
-    """The candidate of this name, None if it is another family's."""
+    """Return the candidate of this name, or None if it belongs to another family."""
     return _ALL.get(name)

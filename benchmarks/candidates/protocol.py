@@ -1,4 +1,4 @@
-"""What the harness asks of a candidate."""
+"""Interface between the harness and a candidate."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_pardist.engines.common.memory import held_bytes
 
 
 class PassesBeforeSteps(Protocol):
-    """The gate, as candidates see it; see :class:`benchmarks.rank.Gate`."""
+    """Gate as seen by candidates; see :class:`benchmarks.rank.Gate`."""
 
     def before_step(self, held: object) -> None:
-        """Call before every step with a function that tells the bytes held."""
+        """Call before every step with a function that returns the bytes held."""
         ...
 
     def took(self, loss: Tensor) -> None:
@@ -30,9 +30,9 @@ class Candidate(Protocol):
     """One way to train the workload.
 
     Attributes:
-        name: As on the command line.
-        title: One line for the report: what it is.
-        single: Whether it runs on one process, whatever the number of devices.
+        name: Name on the command line.
+        title: One-line description for the report.
+        single: Whether it runs on one process, regardless of the number of devices.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Candidate(Protocol):
         """Train :attr:`Settings.total_steps` steps in this rank's process, passing the gate before each.
 
         LOCAL_RANK, RANK, WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT are set as by torchrun, unless
-        ``single``. Time until the first step is set-up. The process is ended at the gate once all has been measured.
+        ``single``. Time until the first step counts as set-up. The process is killed at the gate after the last round.
         """
         ...
 
@@ -55,13 +55,13 @@ def held_by(
     wrapper: nn.Module | None = None,
     replicas: int | None = None,
 ) -> dict[str, int]:
-    """Bytes of model states of a candidate that does not count by itself.
+    """Return the bytes of model states of a candidate that does not count them itself.
 
     Args:
         net: The module.
         optimizers: Its optimizers.
-        wrapper: torch DDP's wrapper, which holds gradients a second time unless they are views of its buckets.
-        replicas: Ranks that see different samples; all if None.
+        wrapper: torch DDP's wrapper, which stores gradients a second time unless they are views of its buckets.
+        replicas: Number of ranks that train on different samples; all if None.
     """
     held = held_bytes([net], optimizers)
     copies = 0

@@ -1,4 +1,4 @@
-"""Sharded training by hand: torch's ``fully_shard``, and DeepSpeed where it is installed."""
+"""Hand-written sharded training: torch's ``fully_shard``, and DeepSpeed if it is installed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from benchmarks.workloads import GPTLoss, batch_size_of, make_loader, make_net, 
 
 @dataclass(frozen=True)
 class FullyShardLoop:
-    """The loop of torch's FSDP2 tutorial: every block, then the root.
+    """Loop of torch's FSDP2 tutorial: shard every block, then the root.
 
     Attributes:
-        reshard_after_forward: torch's option; without it parameters stay gathered from forward to backward.
+        reshard_after_forward: torch's option; if False, parameters stay gathered from forward to backward.
     """
 
     name: str
@@ -51,11 +51,11 @@ class FullyShardLoop:
 
 @dataclass(frozen=True)
 class DeepSpeedLoop:
-    """DeepSpeed's engine in fp32 with torch's AdamW, or its own CPU kernel.
+    """DeepSpeed's engine in fp32 with torch's AdamW, or with its own CPU Adam kernel.
 
     Attributes:
         zero_stage: 1, 2 or 3.
-        own_adam: Whether DeepSpeed's CPU Adam updates; it is compiled at the first start, and wants offload.
+        own_adam: Whether DeepSpeed's CPU Adam updates; it is compiled at the first start and meant for offload.
     """
 
     name: str
@@ -86,7 +86,7 @@ class DeepSpeedLoop:
             optimizer = make_optimizer(net, settings)
         numel = sum(parameter.numel() for parameter in net.parameters())
         engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
-        # Its model states lie in buffers of its own: only peak memory is compared.
+        # Its model states are in buffers of its own: only peak memory is compared.
         held = {"num_parameters": numel, "total": 0}
         for batch in make_loader(settings, rank=dist.get_rank(), world_size=dist.get_world_size()):
             gate.before_step(lambda: held)
@@ -95,7 +95,7 @@ class DeepSpeedLoop:
 
 
 def _blocks(net: nn.Module) -> list[nn.Module]:
-    """What a reader of torch's tutorial shards one by one: transformer blocks, or linear layers."""
+    """Return the modules that torch's tutorial shards one by one: transformer blocks, or linear layers."""
     if isinstance(net, GPTLoss):
         return list(net.blocks)
     return [child for child in net.modules() if isinstance(child, nn.Linear)]
@@ -123,10 +123,10 @@ if importlib.util.find_spec("deepspeed") is not None:
 
 
 def names() -> list[str]:
-    """Names that this family knows."""
+    """Return the names of this family."""
     return list(_ALL)
 
 
 def find(name: str) -> Candidate | None:
-    """The candidate of this name, None if it is another family's."""
+    """Return the candidate of this name, or None if it belongs to another family."""
     return _ALL.get(name)

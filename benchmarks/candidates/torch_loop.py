@@ -1,4 +1,4 @@
-"""Training loops written by hand on torch alone."""
+"""Hand-written training loops on plain torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_pardist.engines.ddp import AllReduce, GradientReducer
 
 @dataclass(frozen=True)
 class PlainLoop:
-    """One process and nothing but torch.
+    """Single process on plain torch.
 
     Attributes:
-        compiled: Whether each block is compiled by hand.
+        compiled: Whether each block is compiled with ``module.compile()``.
     """
 
     name: str = "torch_loop"
@@ -49,10 +49,10 @@ class PlainLoop:
 
 @dataclass(frozen=True)
 class TorchDDP:
-    """The loop of torch's own DDP tutorial.
+    """Loop of torch's own DDP tutorial.
 
     Attributes:
-        gradient_as_bucket_view: torch DDP's option to keep gradients in its buckets, off unless one asks for it.
+        gradient_as_bucket_view: torch DDP's option to store gradients as views of its buckets; off by default.
     """
 
     name: str
@@ -78,7 +78,7 @@ class TorchDDP:
 
 @dataclass(frozen=True)
 class ReducerLoop:
-    """A loop by hand around the engine of ``pardist_ddp``: what the strategy costs beside Lightning."""
+    """Hand-written loop around the engine of ``pardist_ddp``: the cost of the strategy without Lightning."""
 
     name: str = "pardist_reducer"
     title: str = "GradientReducer, loop by hand"
@@ -115,10 +115,10 @@ _ALL: dict[str, Candidate] = {
 
 
 def names() -> list[str]:
-    """Names that this family knows."""
+    """Return the names of this family."""
     return list(_ALL)
 
 
 def find(name: str) -> Candidate | None:
-    """The candidate of this name, None if it is another family's."""
+    """Return the candidate of this name, or None if it belongs to another family."""
     return _ALL.get(name)

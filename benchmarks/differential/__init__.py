@@ -1,1 +1,1 @@
-"""Many foreign models under every strategy against one process: a table of cells, equal, refused or different."""
+"""Differential check of many third-party models under every strategy against one process."""

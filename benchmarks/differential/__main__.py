@@ -28,20 +28,20 @@ STRATEGIES = (
     "pardist_3d",
 )
 RTOL = 1e-5
-#: In fp64, where fp32 is chaotic; a model that computes its loss in fp32 all the same is held to that of fp32.
+#: Tolerance in fp64, used where fp32 is chaotic; a model that still computes its loss in fp32 gets the fp32 tolerance.
 RTOL_FP64 = 1e-9
-#: Strategies that cut a rank's batch; the statistics of a batch norm are those of a part there.
+#: Strategies that split a rank's batch: their batch norms compute statistics over micro-batches.
 CUT_BATCHES = ("pardist_pp", "pardist_pp_gpipe", "pardist_pp_interleaved", "pardist_pp_zb", "pardist_3d")
 TIMEOUT_S = 150.0
-#: Where two ranks are not enough for all axes.
+#: Number of devices of strategies that need more than two ranks for all axes.
 DEVICES = {"pardist_3d": 4, "pardist_cp_zero3": 4}
-#: Threads of one process.
+#: Strategies that run as threads of one process.
 THREADED = ("pardist_dp",)
 assert BATCH % 4 == 0
 
 
 def main() -> None:
-    """Run the cells that were asked for, print each, and the sums."""
+    """Run the requested cells, print each, and print the totals."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.differential", description=__doc__)
     parser.add_argument("--families", default="*", help="names such as 'decoder/*', with commas between them")
     parser.add_argument(
@@ -57,7 +57,7 @@ def main() -> None:
     every = [family.name for family in families()]
     names = list(dict.fromkeys(name for pattern in patterns for name in fnmatch.filter(every, pattern)))
     done = _done(arguments.json)
-    # Every rank forked from a process that has imported what models are made from.
+    # Ranks are forked from a process that has already imported the libraries of the models.
     PRELOAD.append("benchmarks.differential.preload")
     results: Counter[str] = Counter()
     for name in names[arguments.offset :: arguments.every]:
@@ -76,13 +76,13 @@ def main() -> None:
 
 
 def _done(file: Path | None) -> set[tuple[str, str]]:
-    """Family and strategy of every cell in a file of results."""
+    """Return family and strategy of every cell in a file of results."""
     lines = file.read_text().splitlines() if file and file.exists() else []
     return {(cell["family"], cell["strategy"]) for cell in map(json.loads, lines)}
 
 
 def cells(name: str, strategies: list[str]) -> Iterator[dict[str, Any]]:
-    """One family under every strategy; a single cell ``left out`` if one process cannot train it."""
+    """Run one family under every strategy; yield a single ``left out`` cell if one process cannot train it."""
     wants: dict[bool, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -103,7 +103,7 @@ def _one(name: str, folder: Path, *, double: bool) -> dict[str, Any]:
 
 
 def _compare(name: str, strategy: str, folder: Path, wants: dict[bool, Any]) -> tuple[str, str]:
-    """``equal``, ``equal in fp64``, ``limit``, ``refused`` with the sentence, ``different`` or ``failed``."""
+    """Return ``equal``, ``equal in fp64``, ``limit``, ``refused``, ``different`` or ``failed``, with a detail."""
     devices = math.prod(degrees_of(strategy).values()) if degrees_of(strategy) else DEVICES.get(strategy, 2)
     errors: dict[bool, tuple[float, str]] = {}
     for double in (False, True):
@@ -139,7 +139,7 @@ def _compare(name: str, strategy: str, folder: Path, wants: dict[bool, Any]) -> 
 
 
 def _failed(report: str) -> tuple[str, str]:
-    """What a failure says: ``refused`` if the package raised it before the first step."""
+    """Classify a failure as ``refused``, for the package's own kinds of error, or ``failed``, with its message."""
     lines = [line for line in report.splitlines() if "Error" in line and not line.startswith((" ", "---"))]
     last = lines[-1] if lines else report.splitlines()[-1]
     refused = any(kind in last for kind in ("ValueError", "NotSupported", "PipelineError", "ConfigurationError"))

@@ -1,4 +1,4 @@
-"""Train one family once: on one process or as one rank of a strategy, with what users switch on."""
+"""Training of one family once: on one process or as one rank of a strategy, with commonly used Trainer options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = 8
 
 
 class Foreign(pl.LightningModule):
-    """A family's model as it is, with its own loss."""
+    """Lightning module around a family's unmodified model and its own loss."""
 
     def __init__(self, family: Family) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Foreign(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # Momentum and a denominator far from zero: gradients that are rounding alone stay rounding.
+        # Momentum, and an epsilon far above zero: gradients that are pure rounding noise are not amplified.
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
 
 
 class Samples(pl.LightningDataModule):
-    """Global batches in their order; every rank takes its share by the strategy's own sampler arguments."""
+    """Global batches in order; every rank takes its part by the strategy's own sampler arguments."""
 
     def __init__(self, family: Family) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class Samples(pl.LightningDataModule):
         return DataLoader(self.dataset, batch_size=BATCH // kwargs["num_replicas"], sampler=sampler)
 
 
-#: Short forms of degrees: ``cp2_tp2`` is a HybridStrategy of two context and two tensor ranks.
+#: Short forms of degrees: ``cp2_tp2`` is a HybridStrategy with two context-parallel and two tensor-parallel ranks.
 _AXES = {"pp": "pipeline", "tp": "tensor", "cp": "context", "ep": "expert"}
 
 
 def degrees_of(strategy: str) -> dict[str, int]:
-    """Arguments of a HybridStrategy that is named by its degrees; none for a registered name."""
+    """Return the arguments of a HybridStrategy named by its degrees; none for a registered name."""
     parts = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in strategy.split("_")]
     if not all(part and part[1] in _AXES for part in parts):
         return {}
@@ -65,18 +65,18 @@ def degrees_of(strategy: str) -> dict[str, int]:
 
 
 def train(name: str, strategy: str, devices: int, folder: str, double: bool) -> dict[str, Any]:
-    """Three optimizer steps with accumulation, clipping and a checkpoint after the second.
+    """Run three optimizer steps with accumulation, clipping and a checkpoint after the second.
 
     Args:
-        name: Of the family.
+        name: Name of the family.
         strategy: Registered name, or degrees; ``"auto"`` for one process.
-        devices: Ranks.
-        folder: Where the checkpoint is saved.
-        double: Train in fp64.
+        devices: Number of ranks.
+        folder: Folder of the checkpoint.
+        double: Whether to train in fp64.
 
     Returns:
-        Final weights and what was logged, both as on one process, whether there are batch norms, and whether
-        the model computed its loss in fp64.
+        Final weights and logged values, both as on one process, whether there are batch norms, and whether the model
+        computed its loss in fp64.
     """
     warnings.filterwarnings("ignore")
     family = next(family for family in families() if family.name == name)
@@ -102,22 +102,22 @@ def train(name: str, strategy: str, devices: int, folder: str, double: bool) -> 
     weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
     batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
     logged = {"loss": trainer.callback_metrics["loss_epoch"].detach().clone()}
-    # Of one process: stages before the last have no loss.
+    # Read by the caller on one process only: pipeline stages before the last have no loss.
     wide_loss = getattr(module, "loss_dtype", None) == torch.float64
     return {"weights": weights, "logged": logged, "batch norms": batch_norms, "fp64 loss": wide_loss}
 
 
 def saved_weights(folder: Path) -> dict[str, Tensor]:
-    """Weights in the checkpoint that was saved half way."""
+    """Return the weights of the checkpoint saved after the second step."""
     state: dict[str, Tensor] = torch.load(folder / "half.ckpt", weights_only=False, map_location="cpu")["state_dict"]
     return state
 
 
 def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest difference, relative to each tensor's largest value (or 1e-3), and whose it is.
+    """Return the largest difference, relative to each tensor's largest value (or 1e-3), and the name of its tensor.
 
     Returns:
-        Infinity where names or shapes differ.
+        Infinity if names or shapes differ.
     """
     if got.keys() != want.keys():
         return float("inf"), ", ".join(sorted(got.keys() ^ want.keys()))

@@ -1,8 +1,7 @@
-"""Small models of every family that transformers and torchvision know, with a batch for each.
+"""Small models of every family in transformers and torchvision, with a batch for each.
 
-A configuration gets small values under the names that it has, and those of a table where its sizes depend on each
-other. A family that does not build, is too large all the same or does not train on one process is left out, with the
-reason.
+A configuration gets small values under the names it has, and those of a table where its sizes depend on each other. A
+family that does not build, is still too large or does not train on one process is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Family:
         name: ``task/family``.
         build: Makes the model; random values come from torch's global generator.
         batch: Makes ``n`` samples as a tuple of tensors, with a generator.
-        loss: Model and one batch to the mean loss.
+        loss: Returns the mean loss of a model on one batch.
     """
 
     name: str
@@ -43,7 +42,7 @@ def _tokens(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
 
 
 def _labelled_tokens(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
-    """Tokens, and labels of which a third is ignored, other ones in every sample."""
+    """Return tokens and labels; a third of the labels are ignored, at different positions in every sample."""
     tokens = torch.randint(3, VOCABULARY, (count, LENGTH), generator=draw)
     labels = tokens.masked_fill(torch.rand(count, LENGTH, generator=draw) < 1 / 3, -100)
     labels[:, 1] = tokens[:, 1]
@@ -71,7 +70,7 @@ def _wave_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 def _spoken(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
-    """Spectrograms, 80 or 128 bands with time last or first by the model, and labels of which some are ignored."""
+    """Return spectrograms of 80 bands with time last, and labels of which some are ignored."""
     return torch.randn(count, 80, 64, generator=draw), *_labelled_tokens(count, draw)[1:]
 
 
@@ -80,7 +79,7 @@ def _captioned(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
 
 
 def _segmented(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
-    """Images, and a class of every pixel, 255 where it is ignored."""
+    """Return images, and the class of every pixel, 255 where it is ignored."""
     classes = torch.randint(CLASSES, (count, PIXELS, PIXELS), generator=draw)
     ignored = torch.rand(count, PIXELS, PIXELS, generator=draw) < 1 / 4
     return torch.randn(count, 3, PIXELS, PIXELS, generator=draw), classes.masked_fill(ignored, 255)
@@ -91,7 +90,7 @@ def _spectra(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
 
 
 def _series(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
-    """The past and the future of two channels, ``[count, time, channel]``."""
+    """Return the past and the future of two channels, ``[count, time, channel]``."""
     whole = torch.randn(count, 64, 2, generator=draw).cumsum(1) / 4
     return whole[:, :48], whole[:, 48:]
 
@@ -110,7 +109,7 @@ def _series_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     past, future = batch
     times = {}
     if hasattr(model.config, "num_time_features"):
-        # How far each point is from the first, and that all were seen.
+        # Time features are each point's age; the mask marks all points as observed.
         age = torch.arange(64, dtype=past.dtype, device=past.device).expand(len(past), -1).unsqueeze(-1) / 64
         times = {"past_time_features": age[:, :48], "future_time_features": age[:, 48:]}
         times["past_observed_mask"] = torch.ones_like(past)
@@ -125,7 +124,7 @@ def _logits_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-#: Task: the mapping of transformers that lists its families, or families and their classes; samples, loss.
+#: By task: the mapping of transformers that lists its families (or families and their classes), samples, and loss.
 _TASKS: dict[str, tuple[str | dict[str, str], Callable[..., Any], Callable[..., Any]]] = {
     "decoder": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _labelled_tokens, _token_loss),
     "encoder": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", _labelled_tokens, _token_loss),
@@ -170,7 +169,7 @@ _SEGMENTATION = ("deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large")
 
 
 def families() -> list[Family]:
-    """Every family by name; which of them build is found by building them."""
+    """Return every family by name; whether one builds is only found by building it."""
     from transformers.models.auto import configuration_auto, modeling_auto
 
     found = []
@@ -264,7 +263,7 @@ def _timm_builder(name: str) -> Callable[[], nn.Module]:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """The model with every dropout's probability set to zero."""
+    """Return the model with every dropout probability set to zero."""
     for module in model.modules():
         for name in ("p", "drop_prob", "dropout"):
             if isinstance(getattr(module, name, None), float):

@@ -1,4 +1,4 @@
-"""What ranks of the differential check are forked with, beside what those of tests are. Imports alone."""
+"""Imports that ranks of the differential check are forked with, in addition to those of the tests."""
 
 import lightning_pardist  # noqa: F401  (before lightning and torchvision)
 

@@ -1,4 +1,4 @@
-"""The sizes of small models: what configurations of transformers, and arguments of timm, are set to."""
+"""Sizes of small models: values for configurations of transformers and arguments of timm."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _SMALL: dict[str, Any] = {
 }
 
 
-#: The narrowest of a list of widths.
+#: Width to which the narrowest entry of a list of widths is scaled.
 _NARROW = 16
 
 #: Sizes that depend on each other, by family.
@@ -149,10 +149,10 @@ TIMM: dict[str, dict[str, Any]] = {
 
 
 def small_config(config_class: Any, family: str = "") -> Any:
-    """A configuration with small sizes under the names that it has, and nothing random in training.
+    """Return a configuration with small sizes under the names it has, and without randomness in training.
 
-    Settings that are configurations themselves, of a text or a vision tower, are made small as well. Lists of widths
-    (``hidden_sizes``, ``conv_dim``) shrink in proportion.
+    Nested configurations, of a text or a vision tower, are made small as well. Lists of widths (``hidden_sizes``,
+    ``conv_dim``) shrink in proportion.
     """
     default = config_class()
     values: dict[str, Any] = {}
@@ -173,6 +173,6 @@ def small_config(config_class: Any, family: str = "") -> Any:
 
 
 def _is_wide(value: Any) -> bool:
-    """Whether this is a list of widths above the narrowest."""
+    """Return whether a value is a list of widths all above the narrowest."""
     listed = isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(item, int) for item in value)
     return listed and min(value) > _NARROW

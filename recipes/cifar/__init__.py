@@ -1,1 +1,1 @@
-"""ResNet-18 on small photographs."""
+"""Recipe: ResNet-18 on small photographs."""

@@ -1,4 +1,4 @@
-"""CIFAR-10: from a folder, from torchvision, or pieces of ten installed photographs where there is neither."""
+"""CIFAR-10 from a folder or from torchvision; without either, patches of ten photographs of installed packages."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PhotoData(LightningDataModule):
     def on_after_batch_transfer(
         self, batch: tuple[Tensor, Tensor, Tensor], dataloader_idx: int
     ) -> tuple[Tensor, Tensor]:
-        """On the device: bytes to standardized floats, and in training a shift and a mirroring for each image."""
+        """Standardize the images on the device; in training, also shift and mirror each image at random."""
         images, labels, index = batch
         mean = images.new_tensor([125.3, 123.0, 113.9], dtype=torch.float32).view(3, 1, 1)
         std = images.new_tensor([63.0, 62.1, 66.7], dtype=torch.float32).view(3, 1, 1)
@@ -85,9 +85,9 @@ class PhotoData(LightningDataModule):
 
 
 def draws(samples: int, epoch: int) -> Tensor:
-    """An epoch's random choices for every sample, ``[samples, 3]``: shift down and right (0..8), mirroring (0 or 1).
+    """Return random choices for every sample of an epoch, ``[samples, 3]``: shift down, right (0..8), mirror (0 or 1).
 
-    Drawn for the whole data set, so that a sample's depend on the run's seed and the epoch and on nothing else.
+    Drawn for the whole data set: the choices of a sample depend only on the run's seed and the epoch.
     """
     generator = torch.Generator().manual_seed(run_seed() + epoch)
     shifts = torch.randint(9, (samples, 2), generator=generator)
@@ -95,7 +95,7 @@ def draws(samples: int, epoch: int) -> Tensor:
 
 
 def shift_and_mirror(images: Tensor, choices: Tensor) -> Tensor:
-    """Cut each image ``[3, height, width]`` out of itself padded by 4 pixels, at its own place, some mirrored."""
+    """Pad each image ``[3, height, width]`` by 4 pixels, crop it at its own offset, and mirror the chosen ones."""
     batch, _, height, width = images.shape
     down, right, mirror = choices.to(images.device).unsqueeze(-1).unbind(dim=1)
     rows = down + torch.arange(height, device=images.device)
@@ -107,7 +107,7 @@ def shift_and_mirror(images: Tensor, choices: Tensor) -> Tensor:
 
 
 def read_folder(folder: Path) -> Splits:
-    """The subset in ``cifar10_subset.npz``, else torchvision's files."""
+    """Read the subset in ``cifar10_subset.npz``; if it is missing, torchvision's files."""
     file = folder / "cifar10_subset.npz"
     if not file.is_file():
         return read_torchvision(folder, f"neither cifar10_subset.npz nor {LAYOUT} in {folder}")
@@ -119,7 +119,7 @@ def read_folder(folder: Path) -> Splits:
 
 
 def read_torchvision(folder: Path, why_not: str = "") -> Splits:
-    """CIFAR-10 as torchvision leaves it: 50,000 and 10,000 images."""
+    """Read CIFAR-10 from torchvision's files: 50,000 training and 10,000 validation images."""
     if not (folder / LAYOUT).is_dir():
         raise FileNotFoundError(why_not or f"no {LAYOUT} in {folder}")
     from torchvision.datasets import CIFAR10
@@ -129,9 +129,9 @@ def read_torchvision(folder: Path, why_not: str = "") -> Splits:
 
 
 def cut_photographs(size: int = 32, per_photo: int = 120) -> Splits:
-    """Ten photographs cut into pieces, none overlapping: 1,000 to train on and 200 to validate with.
+    """Cut ten photographs into non-overlapping patches: 1,000 for training and 200 for validation.
 
-    The class of a piece is the photograph it was cut from. Every sixth piece is kept for validation.
+    The class of a patch is the photograph it was cut from. Every sixth patch is held out for validation.
     """
     from skimage import data
     from sklearn.datasets import load_sample_image
@@ -145,7 +145,7 @@ def cut_photographs(size: int = 32, per_photo: int = 120) -> Splits:
         data.hubble_deep_field(),
         data.immunohistochemistry(),
         data.stereo_motorcycle()[0],
-        data.retina()[256:1152, 256:1152],  # around it the picture is black
+        data.retina()[256:1152, 256:1152],  # the picture is black outside this crop
         data.rocket(),
     ]
     pieces = np.concatenate([cut(photo, size, per_photo) for photo in photographs])
@@ -155,7 +155,7 @@ def cut_photographs(size: int = 32, per_photo: int = 120) -> Splits:
 
 
 def cut(photo: np.ndarray, size: int, count: int) -> np.ndarray:
-    """``count`` square pieces of a photograph, evenly spread over its grid: ``[count, size, size, 3]``."""
+    """Return ``count`` square patches of a photograph, evenly spread over its grid: ``[count, size, size, 3]``."""
     rows, cols = photo.shape[0] // size, photo.shape[1] // size
     grid = photo[: rows * size, : cols * size].reshape(rows, size, cols, size, 3).swapaxes(1, 2)
     pieces = grid.reshape(rows * cols, size, size, 3)
@@ -163,6 +163,6 @@ def cut(photo: np.ndarray, size: int, count: int) -> np.ndarray:
 
 
 def pack(images: np.ndarray, labels: np.ndarray | list[int]) -> TensorDataset:
-    """Images ``[n, 32, 32, 3]`` to ``[n, 3, 32, 32]``, with their labels and their numbers; bytes stay bytes."""
+    """Pack images ``[n, 32, 32, 3]`` as ``[n, 3, 32, 32]`` bytes, with their labels and their indices."""
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
     return TensorDataset(pixels, torch.as_tensor(labels).long(), torch.arange(len(pixels)))

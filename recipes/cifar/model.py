@@ -1,4 +1,4 @@
-"""torchvision's ResNet-18, with a stem for small images."""
+"""Classifier of 32x32 images: torchvision's ResNet-18 with a stem for small images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchvision.models import resnet18  # noqa: E402
 
 
 class PhotoClassifier(LightningModule):
-    """ResNet-18 on 32x32 photographs. The first layers keep the resolution, which is low enough already.
+    """ResNet-18 on 32x32 photographs. The stem keeps the input's resolution (stride 1, no max-pooling).
 
     Args:
         lr: Highest learning rate of SGD, reached early and then lowered to 0 (one-cycle schedule).

@@ -1,1 +1,1 @@
-"""A transformers encoder that learns to sort texts."""
+"""Recipe: fine-tune a transformers encoder to classify texts."""

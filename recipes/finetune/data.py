@@ -1,4 +1,4 @@
-"""Texts with a class each: from a folder, or pieces of Python's standard library where there is none."""
+"""Labelled texts: from a folder, or pieces of Python's standard library if there is none."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Labelled = list[tuple[str, int]]
 
 
 class Texts(Dataset):
-    """Tokens, attention mask and class of each text, all of one length.
+    """Dataset of tokens, attention mask and class of each text, all of one length.
 
     Args:
         texts: The texts with their classes.
-        length: Tokens a text; longer ones are cut, shorter ones filled up and masked.
-        tokenizer: Of transformers; bytes if None.
+        length: Tokens per text; longer ones are truncated, shorter ones padded and masked.
+        tokenizer: A tokenizer of transformers; bytes if None.
     """
 
     def __init__(self, texts: Labelled, length: int, tokenizer: Any = None) -> None:
@@ -51,15 +51,15 @@ class Texts(Dataset):
 
 
 class TextClasses(LightningDataModule):
-    """Texts to sort: five sixths for training, the rest for validation.
+    """Texts to classify: five sixths for training, the rest for validation.
 
     Args:
-        data_dir: A folder with one folder a class, each with ``.txt`` files.
+        data_dir: A folder with one subfolder per class, each with ``.txt`` files.
         source: ``folder`` for the files of ``data_dir``, ``offline`` for pieces of six packages of Python's standard
-            library (the class is the package), ``auto`` for the first of these that is there.
+            library (the class is the package), ``auto`` for the first of these that is available.
         tokenizer: Folder or name of a tokenizer, the one of ``pretrained``; by default bytes.
-        length: Tokens a text; no more than the model takes.
-        batch_size: Texts a step in each process.
+        length: Tokens per text; must not exceed the model's maximum.
+        batch_size: Texts per step in each process.
         num_workers: Loader processes; the data is in memory, so none are needed.
     """
 
@@ -101,7 +101,7 @@ class TextClasses(LightningDataModule):
 
 
 def read_folder(folder: Path) -> Labelled:
-    """Every ``.txt`` file below each folder, classes in the order of their names."""
+    """Read every ``.txt`` file of each subfolder; classes are numbered in the order of the folders' names."""
     classes = sorted(path for path in folder.glob("*/") if path.is_dir() and any(path.glob("*.txt")))
     if not classes:
         raise FileNotFoundError(f"no folders with .txt files in {folder}")
@@ -113,7 +113,7 @@ def read_folder(folder: Path) -> Labelled:
 
 
 def cut_standard_library(characters: int = 256, per_package: int = 300) -> Labelled:
-    """Pieces of the sources of six packages, none overlapping; the class of a piece is its package."""
+    """Cut the sources of six packages into non-overlapping pieces; the class of a piece is its package."""
     root = Path(sysconfig.get_path("stdlib"))
     pieces: Labelled = []
     for number, package in enumerate(PACKAGES):

@@ -1,4 +1,4 @@
-"""An encoder of Hugging Face's transformers with a classifier on top, pretrained or from a small config."""
+"""Text classifier on an encoder of Hugging Face's transformers, pretrained or built from a small config."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 
 
 class TextClassifier(LightningModule):
-    """Any encoder that transformers has a classifier for.
+    """Sequence classifier of any transformers architecture that has one.
 
     Args:
-        pretrained: A folder of ``save_pretrained``, or a name on the hub. By default a small BERT on bytes with random
-            weights, of the sizes below, which needs neither a download nor a tokenizer.
+        pretrained: A folder of ``save_pretrained``, or a name on the hub. By default a small byte-level BERT with
+            random weights, of the sizes below, which needs neither a download nor a tokenizer.
         num_classes: Number of classes.
-        frozen_blocks: The embeddings and this many blocks keep their weights; 0 trains all.
+        frozen_blocks: Number of first blocks that are frozen, together with the embeddings; 0 trains all.
         lr: Learning rate of AdamW for the encoder.
-        head_lr: The same for the classifier, which is new.
+        head_lr: Learning rate of AdamW for the classifier, which is newly initialized.
         weight_decay: Decay of all trained parameters.
         dim: Width of the small BERT.
         layers: Blocks of the small BERT.
         heads: Attention heads of the small BERT.
-        max_length: Most tokens the small BERT takes.
+        max_length: Maximum number of tokens of the small BERT.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TextClassifier(LightningModule):
         self.val_acc = MulticlassAccuracy(num_classes=num_classes, average="micro")
 
     def forward(self, texts: dict[str, Tensor]) -> Tensor:
-        """Logits ``[batch, num_classes]`` of ``input_ids`` and ``attention_mask``, both ``[batch, length]``."""
+        """Return logits ``[batch, num_classes]`` of ``input_ids`` and ``attention_mask``, both ``[batch, length]``."""
         return self.net(**texts).logits
 
     def training_step(self, batch: tuple[dict[str, Tensor], Tensor], batch_idx: int) -> Tensor:
@@ -84,7 +84,7 @@ class TextClassifier(LightningModule):
 
 
 def small_config(dim: int, layers: int, heads: int, max_length: int) -> BertConfig:
-    """A BERT on bytes. No dropout, so that runs on any number of devices are comparable."""
+    """Return the config of a byte-level BERT without dropout, which makes runs on any number of devices comparable."""
     return BertConfig(
         vocab_size=256,
         hidden_size=dim,
@@ -98,10 +98,10 @@ def small_config(dim: int, layers: int, heads: int, max_length: int) -> BertConf
 
 
 def freeze(encoder: nn.Module, blocks: int) -> None:
-    """Keep the weights of the embeddings and of the first ``blocks`` blocks, none if 0.
+    """Freeze the embeddings and the first ``blocks`` blocks; nothing if 0.
 
     Raises:
-        ValueError: If the encoder has fewer blocks.
+        ValueError: If ``blocks`` is negative or the encoder has fewer blocks.
     """
     if blocks == 0:
         return

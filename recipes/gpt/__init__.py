@@ -1,1 +1,1 @@
-"""A decoder-only transformer on text, a byte at a time."""
+"""Recipe: a decoder-only transformer on text, one byte at a time."""

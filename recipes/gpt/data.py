@@ -1,4 +1,4 @@
-"""Text in windows of bytes: from a folder, Shakespeare from the net, or Python's own source where there is neither."""
+"""Byte windows of a text: from a folder, Shakespeare's plays by download, or else Python's own source."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/t
 
 
 class Windows(Dataset):
-    """A text cut into windows; a sample is a window and the same moved on by one byte, both ``[context]``.
+    """Dataset of byte windows: a sample is a window of a text and the window one byte later, both ``[context]``.
 
     Args:
         text: The text's bytes.
-        context: Bytes a window.
+        context: Bytes per window.
 
     Raises:
-        ValueError: If the text is shorter than a window.
+        ValueError: If the text has fewer than ``context + 1`` bytes.
     """
 
     def __init__(self, text: bytes, context: int) -> None:
@@ -50,10 +50,10 @@ class TextData(LightningDataModule):
 
     Args:
         data_dir: A text file, or a folder with ``input.txt``; downloads go here.
-        source: ``folder`` for the file at ``data_dir``, ``download`` to fetch Shakespeare's plays there if need be,
-            ``offline`` for the source of Python's standard library, ``auto`` for the first of these that is there.
-        context: Bytes a window; the model's ``context`` must not be smaller.
-        batch_size: Windows a step in each process.
+        source: ``folder`` for the file at ``data_dir``, ``download`` to fetch Shakespeare's plays there if missing,
+            ``offline`` for the source of Python's standard library, ``auto`` for the first of these that is available.
+        context: Bytes per window; the model's ``context`` must not be smaller.
+        batch_size: Windows per step in each process.
         num_workers: Loader processes; the data is in memory, so none are needed.
     """
 
@@ -97,20 +97,20 @@ class TextData(LightningDataModule):
 
 
 def read_file(file: Path, why_not: str = "") -> bytes:
-    """The bytes of a text file."""
+    """Return the bytes of a text file."""
     if not file.is_file():
         raise FileNotFoundError(why_not or f"no {file}")
     return file.read_bytes()
 
 
 def read_standard_library(size: int = 1_000_000) -> bytes:
-    """The first ``size`` bytes of Python's top-level modules, in the order of their names."""
+    """Return the first ``size`` bytes of Python's top-level modules, in the order of their names."""
     folder = Path(sysconfig.get_path("stdlib"))
     return b"".join(path.read_bytes() for path in sorted(folder.glob("[a-z]*.py")))[:size]
 
 
 def download(url: str, file: Path) -> None:
-    """Fetch ``url``, and let ``file`` appear only when it is whole."""
+    """Download ``url`` to ``file``, which appears only once it is complete."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
     with urllib.request.urlopen(url) as answer:

@@ -1,4 +1,4 @@
-"""A decoder-only transformer that learns to write, a byte at a time."""
+"""Decoder-only transformer for next-byte prediction."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each normalized before and added after."""
+    """Pre-norm transformer block: attention and a two-layer perceptron, each with a residual connection."""
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class Block(nn.Module):
 
 
 class GPT(LightningModule):
-    """Predicts each next byte of a text, and writes some text of its own when training ends.
+    """Language model that predicts each next byte of a text and prints a generated sample when training ends.
 
     Args:
         dim: Width of the residual stream.
         layers: Number of blocks.
         heads: Attention heads a block; must divide ``dim``.
-        context: Most tokens looked back at.
+        context: Maximum number of tokens attended to.
         vocab_size: Number of tokens; 256 for bytes.
         dropout: Share of activations dropped; 0 makes runs on any number of devices comparable.
         lr: Highest learning rate, reached after the warmup.
@@ -129,7 +129,7 @@ class GPT(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_end(self) -> None:
-        """Write a sample: every process runs the model, as its weights may be spread over them, and one prints."""
+        """Generate a sample on every process, as the parameters may be sharded over them; rank zero prints it."""
         if self.hparams.sample_tokens:
             self.eval()
             text = self.write("\n", self.hparams.sample_tokens)
@@ -138,7 +138,7 @@ class GPT(LightningModule):
 
     @torch.no_grad()
     def write(self, prompt: str, tokens: int) -> str:
-        """Continue ``prompt`` by ``tokens`` bytes, drawn from the model's predictions; the same on every process."""
+        """Continue ``prompt`` by ``tokens`` bytes sampled from the model's predictions; the same on every process."""
         generator = torch.Generator().manual_seed(0)
         text = torch.tensor([list(prompt.encode())])
         for _ in range(tokens):
@@ -149,7 +149,7 @@ class GPT(LightningModule):
 
 
 def init_weights(module: nn.Module) -> None:
-    """Small normal weights and zero biases, as in GPT-2."""
+    """Initialize weights from a narrow normal distribution and biases with zeros, as in GPT-2."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
@@ -157,7 +157,7 @@ def init_weights(module: nn.Module) -> None:
 
 
 def warmup_cosine(step: int, warmup: int, steps: int) -> float:
-    """Factor on the learning rate: up in a line over ``warmup`` steps, down a half cosine to 0.1 at ``steps``."""
+    """Return the learning rate factor: linear over ``warmup`` steps, then a half cosine down to 0.1 at ``steps``."""
     if step < warmup:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, steps - warmup))

@@ -1,1 +1,1 @@
-"""A small convolutional network on handwritten digits."""
+"""Recipe: a small convolutional network on handwritten digits."""

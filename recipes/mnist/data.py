@@ -1,4 +1,4 @@
-"""MNIST: from a folder, from torchvision, or scikit-learn's small digits where there is neither."""
+"""MNIST from a folder or from torchvision; scikit-learn's small digits if there is neither."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Splits = tuple[TensorDataset, TensorDataset]
 
 
 class DigitData(LightningDataModule):
-    """28x28 grey digits: training and validation images with their labels.
+    """28x28 greyscale digits: training and validation images with their labels.
 
     Args:
         data_dir: Folder with MNIST's IDX files, plain or gzipped; downloads go here.
@@ -71,7 +71,7 @@ class DigitData(LightningDataModule):
 
 
 def read_folder(folder: Path, why_not: str = "") -> Splits:
-    """MNIST's own split; 9,000 and 1,000 of the test digits where the training files are missing."""
+    """Read MNIST's own split; if the training files are missing, split the test digits into 9,000 and 1,000."""
     test = find_idx(folder, "t10k")
     if not test:
         raise FileNotFoundError(
@@ -86,7 +86,7 @@ def read_folder(folder: Path, why_not: str = "") -> Splits:
 
 
 def read_sklearn_digits() -> Splits:
-    """1,437 and 360 digits of 8x8 pixels, enlarged to 28x28: every fifth is kept for validation."""
+    """Read scikit-learn's 8x8 digits, enlarged to 28x28: 1,437 for training, every fifth (360) for validation."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -98,7 +98,7 @@ def read_sklearn_digits() -> Splits:
 
 
 def find_idx(folder: Path, split: str) -> list[Path]:
-    """The files of a split (``train`` or ``t10k``), images and labels, or an empty list."""
+    """Return the image and label files of a split (``train`` or ``t10k``), or an empty list."""
     for end in ("", ".gz"):
         pair = [folder / f"{split}-{kind}-ubyte{end}" for kind in ("images-idx3", "labels-idx1")]
         if all(path.is_file() for path in pair):
@@ -107,7 +107,7 @@ def find_idx(folder: Path, split: str) -> list[Path]:
 
 
 def read_idx(path: Path) -> Tensor:
-    """An IDX file of bytes: two zeros, the type (8), the number of dims, their sizes, the values."""
+    """Read an IDX file of bytes: two zeros, the type (8), the number of dims, their sizes, the values."""
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if raw[:3] != b"\0\0\x08":
         raise ValueError(f"{path} is not an IDX file of bytes: it starts with {raw[:3]!r}. Get the file again.")
@@ -117,5 +117,5 @@ def read_idx(path: Path) -> Tensor:
 
 
 def pack(images: Tensor, labels: Tensor) -> TensorDataset:
-    """Images of 0..255 to standardized floats with a channel dim, labels to int64."""
+    """Standardize images of 0..255 as floats with a channel dim, and convert labels to int64."""
     return TensorDataset(images.unsqueeze(1).float().div(255).sub(0.1307).div(0.3081), labels.long())

@@ -1,4 +1,4 @@
-"""The small convolutional network that everyone starts with."""
+"""Small convolutional classifier of MNIST digits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DigitClassifier(LightningModule):
         self.val_acc = MulticlassAccuracy(num_classes=10, average="micro")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits ``[batch, 10]`` for images ``[batch, 1, 28, 28]``."""
+        """Return logits ``[batch, 10]`` for images ``[batch, 1, 28, 28]``."""
         return self.net(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Modules that are awkward to shard; each says how its loss is made, as a training step would."""
+"""Modules that are awkward to shard; each defines its loss as a training step would."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH, CLASSES, BATCH = 16, 10, 4
 
 
 class Step(nn.Module):
-    """A stand-in for a LightningModule: ``training_step`` is called, ``forward`` perhaps never."""
+    """Stand-in for a LightningModule: ``training_step`` is called, ``forward`` possibly never."""
 
     def training_step(self, batch):
         x, y = batch
@@ -53,7 +53,7 @@ class Blocks(Step):
 
 
 class Gpt(Step):
-    """Tied head, position table of its own, token ids as input."""
+    """Tied head, a separate position table, token ids as input."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class Gpt(Step):
 
 
 class DirectWeight(Gpt):
-    """``F.linear(h, self.tokens.weight)``: a unit's parameter outside its module's call; a penalty on another's."""
+    """``F.linear(h, self.tokens.weight)`` uses a unit's parameter outside its module; a penalty uses another's."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ class DirectWeight(Gpt):
 
 
 class ForwardNeverCalled(Step):
-    """Only a method of an inner module runs, and its submodules one by one."""
+    """Only a method of an inner module runs, and its submodules individually."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class ForwardNeverCalled(Step):
 
 
 class Repeated(Step):
-    """One block several times a step, the first time on data, and one block used on both inputs."""
+    """One block called several times per step, first on data, and one block called on both inputs."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Repeated(Step):
 
 
 class Partial(nn.Module):
-    """One of its parameters is used in some calls only."""
+    """Module with a parameter that is only used in some calls."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ class Answer:
 
 
 class Plain:
-    """Not a container that anybody knows."""
+    """Container of an unknown type."""
 
     def __init__(self, inside):
         self.inside = inside
@@ -179,7 +179,7 @@ class Outputs(Step):
 
 
 class Frozen(Blocks):
-    """Frozen parts, unused ones in units of their own and beside used ones, a part without any trainable parameter."""
+    """Frozen parts, unused ones in units of their own and next to used ones, a part without any trainable parameter."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +190,7 @@ class Frozen(Blocks):
 
 
 class OddShapes(Step):
-    """Scalars, empty parameters, one row, rows that do not divide, a wide single row."""
+    """Scalars, empty parameters, a single row, rows that do not divide evenly, a wide single row."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ class OddShapes(Step):
 
 
 class MixedTypes(Step):
-    """Double precision among single, in modules of their own and beside others in one module."""
+    """fp64 parameters among fp32 ones, in separate modules and next to others in one module."""
 
     def __init__(self):
         super().__init__()
@@ -227,7 +227,7 @@ class MixedTypes(Step):
 
 
 class ConvNet(Step):
-    """Batch norm: buffers of each rank's own, as in one process that sees the first rank's share."""
+    """Batch norm with per-rank buffers; the reference process keeps those of the first rank's share."""
 
     def __init__(self):
         super().__init__()
@@ -243,7 +243,7 @@ class ConvNet(Step):
 
 
 class Penalty(Mlp):
-    """The gradient of the output by the input is part of the loss."""
+    """The loss contains the gradient of the output by the input."""
 
     def training_step(self, batch):
         x, y = batch
@@ -268,7 +268,7 @@ class RankBranch(Blocks):
 
 
 class RankUnits(Blocks):
-    """Whole units that depend on the data."""
+    """Whole units whose use depends on the data."""
 
     def training_step(self, batch):
         x, y = batch
@@ -279,7 +279,7 @@ class RankUnits(Blocks):
 
 
 class SharedBlock(Step):
-    """The same module under two names, and a transformer layer of torch's own."""
+    """One module registered under two names, and torch's own transformer layers."""
 
     def __init__(self):
         super().__init__()
@@ -297,7 +297,7 @@ class SharedBlock(Step):
 
 
 class InPlace(Step):
-    """Outputs of units are changed in place; one unit returns its own parameter, another a view of it."""
+    """Outputs of units are modified in place; one unit returns its own parameter, another a view of it."""
 
     def __init__(self):
         super().__init__()
@@ -325,7 +325,7 @@ class Table(nn.Module):
 
 
 class TiedBlocks(Blocks):
-    """A weight tied between two blocks."""
+    """Weight tied between two blocks."""
 
     def __init__(self):
         super().__init__()
@@ -333,7 +333,7 @@ class TiedBlocks(Blocks):
 
 
 def batches(steps, ranks, seed=1):
-    """``[step][rank] -> (x, y)``, different on every rank."""
+    """Return ``[step][rank] -> (x, y)``, different on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return [
         [

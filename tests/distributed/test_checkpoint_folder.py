@@ -1,4 +1,4 @@
-"""A folder that ranks write in parallel: any layout in, any layout out."""
+"""Checkpoint folder that ranks write in parallel: saving from any layout, loading into any layout."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def _values(name):
 
 
 def _layouts(world):
-    """Every way of holding a tensor, by name."""
+    """Return every way of distributing a tensor, by name."""
     line = cpu_mesh((world,))
     layouts = {"plain": lambda t: t, "rows": lambda t: distribute_tensor(t, line, [Shard(0)], src_data_rank=None)}
     layouts["columns"] = lambda t: distribute_tensor(t, line, [Shard(t.dim() - 1)], src_data_rank=None)
@@ -46,7 +46,7 @@ def _layouts(world):
 
 
 def _fused(path):
-    """A projection of queries, keys and values, each split over tensor ranks, the parts sharded by ``fully_shard``."""
+    """Fused query, key and value projection: each split over tensor ranks, the result sharded by ``fully_shard``."""
     mesh = cpu_mesh((2, 2), ("data_shard", "tensor_parallel"))
     whole = torch.arange(36.0).view(12, 3)
     module = nn.Linear(3, 12, bias=False)
@@ -70,7 +70,7 @@ def test_shards_of_a_fused_projection(tmp_path):
 
 def _held(layout, world, name, values):
     if layout == "flat":
-        # As ZeRO holds it: even flat slices, whatever the shape.
+        # ZeRO's layout: even flat slices, regardless of the shape.
         step = -(-values.numel() // world)
         start = min(dist.get_rank() * step, values.numel())
         stop = min(start + step, values.numel())
@@ -164,7 +164,7 @@ def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_the_old_one_stay
 
 
 def _elsewhere(path):
-    """Rank 1 writes to a folder that rank 0 does not see, as on a filesystem of its own."""
+    """Rank 1 writes to a folder that rank 0 does not see, like a node-local filesystem."""
     save = FolderSave({"model.a": shards_of(torch.ones(1000)), "model.b": shards_of(torch.ones(1000))}, path)
     save.plan(GroupCoordinator())
     if dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""Parameters and gradients in few bits, against one process that rounds as all ranks together do."""
+"""Quantised parameters and gradients, against one process that rounds as all ranks together do."""
 
 import copy
 
@@ -40,7 +40,7 @@ def _optimizer(params):
 
 
 def _rounded(values, kind):
-    """What is left of numbers of which 64 share a scale."""
+    """Quantise and dequantise numbers that share scales by blocks of 64."""
     if kind == "bf16":
         return values.bfloat16().to(values.dtype)
     found = []
@@ -51,13 +51,13 @@ def _rounded(values, kind):
 
 
 def _zero_rows(numbers, world):
-    """Which element of which parameter lies where, in the one bucket of ZeRO-1 and 2: from the last to the first."""
+    """Return the layout of ZeRO-1 and 2's single bucket over ranks: parameters from the last to the first."""
     flat = torch.cat([each.reshape(-1) for each in reversed(numbers)])
     return nn.functional.pad(flat, (0, -len(flat) % world), value=-1).view(world, -1)
 
 
 def _fsdp_rows(numbers, world):
-    """The same in a unit of ``fully_shard``: rows of each parameter in turn."""
+    """Return the layout of a unit of ``fully_shard`` over ranks: rows of each parameter in turn."""
     rows = []
     for each in numbers:
         missing = -len(each) % world
@@ -135,13 +135,13 @@ def _zero(stage, gather, reduce, feedback):
         engine.step_done()
     engine.show_exact()
     found = snapshot(module)
-    # Looking changes nothing: codes of the exact values are those that were received.
+    # Reading changes nothing: the codes of the exact values equal the received ones.
     engine.show_codes()
     coded = snapshot(module)
     engine.show_exact(for_a_look=True)
     assert_close(snapshot(module), found)
     engine.show_codes()
-    # What somebody puts there to be looked at stays, and is not taken for the parameters' own if it is taken back.
+    # Values written into the exact view are kept, and are not mistaken for the parameters' own once they are undone.
     next(iter(module.parameters())).data.add_(1.0)
     engine.show_exact(for_a_look=True)
     assert not torch.equal(snapshot(module)["0.weight"], found["0.weight"])
@@ -258,7 +258,7 @@ def test_gradients_that_are_not_finite_are_seen_once():
 
 
 def _halves():
-    """What the other rank has received of gradients in bf16 that are the same in every step."""
+    """Return the largest error of the mean of received bf16 gradients, sent as int4 and the same in every step."""
     remainders, steps = Remainders(), 200
     mine = torch.randn(2 * 64, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
     total = torch.zeros(64)

@@ -1,4 +1,4 @@
-"""Context parallelism: every mask, loss and length is one process's, on 2 and 4 ranks."""
+"""Context parallelism: every mask, loss and length gives one process's results, on 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_runtime(**settings):
 
 
 def run_beside_one_process(reference, batch, runtime):
-    """Largest relative errors of the loss and of gradients, averaged over ranks as the data axis does."""
+    """Return the largest relative errors of the loss and of gradients, averaged over ranks as the data axis does."""
     model = copy.deepcopy(reference)
     expected = reference.loss(batch)
     expected.backward()
@@ -47,7 +47,7 @@ def run_beside_one_process(reference, batch, runtime):
 
 # --- models that others wrote ------------------------------------------------------------------------------------
 
-#: With what is put together, for lack of a rule.
+#: By model, the operators whose inputs are gathered because they have no rule.
 SEQUENCES = {
     "gpt": set(),
     "gpt_checkpointed": set(),
@@ -70,7 +70,7 @@ def _zoo(name):
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_zoo_computes_what_one_process_does(name):
     for (loss, gradients), whole, entries in run_ranks(2, _zoo, name):
-        # Some round their logits to single precision for the loss.
+        # Some round their logits to fp32 for the loss.
         assert loss < 1e-6
         assert gradients < 1e-9
         assert whole <= SEQUENCES[name]
@@ -92,7 +92,7 @@ def test_zoo_on_four_ranks(name):
 
 
 class Reader(nn.Module):
-    """Attention in one of several ways, under one of several masks, and a loss over tokens that count."""
+    """Attention in one of several implementations, under one of several masks, and a loss over valid tokens."""
 
     def __init__(self, way="fused", mask="causal", heads=4, key_heads=None, length=22):
         super().__init__()
@@ -116,7 +116,7 @@ class Reader(nn.Module):
         return ids
 
     def allowed(self, ids):
-        """Which keys a query may look at, or what is added to scores."""
+        """Return which keys a query may attend to, or a bias that is added to scores."""
         length = ids.shape[1]
         rows, columns = torch.arange(length)[:, None], torch.arange(length)[None]
         causal = columns <= rows
@@ -202,7 +202,7 @@ def test_every_mask_means_what_it_does_on_one_process(world_size):
 
 
 def _planted(rows_of_a_part_as_if_whole):
-    """A mask whose rows are taken as if the part were the whole."""
+    """Run with a planted bug: mask rows computed as if a rank's part were the whole sequence."""
     from lightning_pardist.engines.tensor import rules_context
 
     right = rules_context.causal_rows
@@ -221,7 +221,7 @@ def _planted(rows_of_a_part_as_if_whole):
 def test_a_wrong_mask_is_seen():
     assert max(run_ranks(2, _planted, False)[0]) < 1e-10
     loss, gradients = run_ranks(2, _planted, True)[0]
-    # What parity is tested at, and far beyond.
+    # Far beyond the tolerance of the parity tests.
     assert loss > 1e-5
     assert gradients > 1e-3
 
@@ -230,7 +230,7 @@ def test_a_wrong_mask_is_seen():
 
 
 class Losses(nn.Module):
-    """Losses as people write them, on tokens of uneven lengths."""
+    """Losses as users write them, on tokens of uneven lengths."""
 
     def __init__(self, kind):
         super().__init__()
@@ -329,7 +329,7 @@ def test_attention_by_heads_sends_a_rank_s_part_of_four_tensors_each_way():
 
 
 def kept_for_backward(model, batch):
-    """Bytes of the activations that a forward keeps, each storage once."""
+    """Return the bytes of activations that a forward saves for backward, counting each storage once."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}
 
@@ -353,7 +353,7 @@ def _long(length, mask):
 
 
 def _kept(mask, times=1):
-    """What a rank keeps of a sequence ``times`` as long, beside what one process keeps."""
+    """Return a rank's saved activations for a sequence ``times`` as long, relative to one process."""
     one = kept_for_backward(*_long(256, mask))
     model, batch = _long(256 * times, mask)
     runtime = make_runtime()
@@ -393,7 +393,7 @@ def _flexible():
 
     runtime = make_runtime()
     runtime.expect(tokens)
-    # Torch has no backward of it on CPU.
+    # torch has no backward for it on CPU.
     with torch.no_grad():
         expected = attend()
         with runtime.step():
@@ -409,7 +409,7 @@ def test_flex_attention_runs_on_whole_tensors():
 
 
 class Windows(nn.Module):
-    """Layers that look along the sequence, each over the result of the one before."""
+    """Layers with windows along the sequence, each applied to the previous one's result."""
 
     def __init__(self, layers, length=23):
         super().__init__()
@@ -435,7 +435,7 @@ class Causal(nn.Conv1d):
 
 
 class Mamba(nn.Conv1d):
-    """Pads on both sides, and leaves out what looks ahead."""
+    """Causal convolution by padding on both sides and cutting off the end."""
 
     def forward(self, x):
         return super().forward(x)[..., : x.shape[-1]]
@@ -474,7 +474,7 @@ def _halo():
 
 
 def test_a_rank_sends_the_rows_that_windows_of_others_reach():
-    # One row of two samples and eight channels to the rank beside it.
+    # One row of two samples and eight channels to the neighbouring rank.
     assert run_ranks(2, _halo) == [2 * 8 * 8] * 2
 
 
@@ -489,7 +489,7 @@ def test_any_dim_may_be_split():
 
 
 class _Linear(torch.autograd.Function):
-    """A layer with a backward of its own, as fused kernels have one."""
+    """Linear layer with a custom backward, like fused kernels."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -503,7 +503,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Reversible(torch.autograd.Function):
-    """Residual layers that keep no activations: backward takes each off again, and runs a backward of its own."""
+    """Reversible residual layers without stored activations: backward recomputes inputs and calls backward itself."""
 
     @staticmethod
     def forward(ctx, x, layers):

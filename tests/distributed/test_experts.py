@@ -1,4 +1,4 @@
-"""Layers of experts on two ranks with different tokens, without Lightning: outputs, gradients and bytes sent."""
+"""Expert layers on two ranks with different tokens, without Lightning: outputs, gradients and bytes sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _module(layer, lopsided):
     torch.manual_seed(3)
     made = [LAYERS[layer]() for _ in range(2)]
     for each in made if lopsided else ():
-        # Everything goes to the first half of the experts, and nothing to the second rank.
+        # All tokens go to the first half of the experts, none to the second rank.
         each.router.bias.data[EXPERTS // 2 :] = -100.0
     return nn.Sequential(*made).double()
 
@@ -96,12 +96,12 @@ def test_ranks_compute_what_one_process_does(layer, dispatch, lopsided, recomput
         assert_close(of_rank, {name: grads[name] for name in of_rank}, EXACT)
         assert_close(state, _module(layer, lopsided).state_dict(), EXACT)
         seen.update(of_rank)
-    # What nobody calls has no gradient on one process either.
+    # Experts that receive no tokens have no gradient on one process either.
     assert seen.keys() == grads.keys()
 
 
 class Odd(Expert):
-    """Has parameters that do not divide, and one without dims."""
+    """Expert with parameters that do not divide evenly, and a scalar."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ def _sharded_module(layer, lopsided):
 
 @contextlib.contextmanager
 def _noting_whole_weights():
-    """All values that layers gather inside."""
+    """Record all values that layers gather inside the block."""
     taken, take = [], ShardedWeights.taken
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardedWeights, "taken", lambda self: taken.append(take(self)) or taken[-1])
@@ -130,7 +130,7 @@ def _noting_whole_weights():
 
 
 def _run_sharded(cases):
-    """On four ranks, of which two hold the experts together, and two share each of them."""
+    """Run on four ranks: two hold the experts together, and two share each of them."""
     mesh, x = cpu_mesh((2, 2), ("data_shard", "experts")), _tokens(4)[dist.get_rank()]
     found = []
     for layer, lopsided, dispatch, recompute in cases:
@@ -188,21 +188,21 @@ def test_ranks_that_share_experts_hold_shards_of_them():
             experts = sum(
                 p.numel() for n, p in module.named_parameters() if ".experts." in n or n.endswith((".up", ".down"))
             )
-            # A bias of 13 is 7 and 6, a scale is whole on both.
+            # A bias of 13 is split into 7 and 6; a scale is replicated on both.
             assert local <= experts / 4 + 2 * 2 * (1 if layer == "odd" else 0)
             assert dispatch != "tokens" or whole == 0
             seen.update(grads)
-        # What nobody calls has no gradient on one process either.
+        # Experts that receive no tokens have no gradient on one process either.
         assert seen.keys() == expected.keys()
 
 
 class Dropping(Listed):
-    """Leaves tokens as they are that begin with a negative number: for these, backward needs nothing of forward."""
+    """Skips tokens that begin with a negative number: for these, backward needs nothing of forward."""
 
     def forward(self, x):
         out = flat = x.reshape(-1, WIDTH)
         weights, chosen = self.router(flat).softmax(-1).topk(CHOSEN, -1)
-        # The first number stays: one of the ranks has no token for any expert, in no layer.
+        # The first number is kept: in every layer, one of the ranks has no token for any expert.
         keep = torch.ones(WIDTH, dtype=x.dtype).index_fill(0, torch.tensor([0]), 0)
         for index, expert in enumerate(self.experts):
             row, place = ((chosen == index) & (flat[:, :1] >= 0)).nonzero(as_tuple=True)
@@ -252,7 +252,7 @@ def _checkpointed(cases):
 
 
 def test_checkpointed_blocks_around_and_inside_of_experts():
-    """Also where one rank's tokens go to no expert, so that its backward asks for other saved tensors."""
+    """Also when one rank's tokens reach no expert, which changes the saved tensors that its backward unpacks."""
     stacked = functools.partial(_module, "stacked", True)
     cases = [
         (_dropping, _half_negative, (None, "Dropping", "Expert", "Linear"), "tokens"),
@@ -277,7 +277,7 @@ def test_checkpointed_blocks_around_and_inside_of_experts():
 
 
 def _many():
-    """More experts on a rank than one message once had room for."""
+    """More experts per rank than a message formerly had room for."""
     torch.manual_seed(3)
     module = nn.Sequential(Listed()).double()
     module[0].router = nn.Linear(WIDTH, 600).double()
@@ -285,7 +285,7 @@ def _many():
     x = _tokens()[dist.get_rank()]
     expected = module(x)
     layers = find_layers(module, lambda: module(x))
-    # The sample that layers are found with is not kept.
+    # The sample used to find layers must not be kept alive.
     sample = [weakref.ref(leaf) for leaf in (*layers[0].call[0], *layers[0].inputs[0], layers[0].output)]
     choices = choose_routes(module, layers, size=2, dispatch="tokens")
     mesh = cpu_mesh((2,), ("experts",))
@@ -305,7 +305,7 @@ def test_hundreds_of_experts_on_a_rank_and_no_sample_kept():
 
 
 def _alone(layer):
-    """One rank has two batches of evaluation under autocast, the other none."""
+    """One rank evaluates two batches under autocast, the other none."""
     module = _module(layer, False).float()
     x = _tokens()[0].float()
     layers = find_layers(module, lambda: module(x))
@@ -349,6 +349,6 @@ def test_tokens_are_sent_once_to_each_rank():
             x = layer(x)
     for rank, (_, _, _, sent, dispatches) in enumerate(run_ranks(2, _run, "stacked", False, "auto", False)):
         assert dispatches == ["tokens", "tokens"]
-        # Forward a token, the number of its row and expert, its weight, and a result; backward all but the numbers.
+        # Forward sends a token, its row and expert index, its weight, and a result; backward all but the indices.
         bytes_of_rows = 2 * 8 * WIDTH * (rows[0] + rows[1])
         assert sent == bytes_of_rows + (8 + 16) * pairs[rank] + 8 * pairs[1 - rank]

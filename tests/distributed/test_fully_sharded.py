@@ -33,7 +33,7 @@ def make_mesh(hsdp=False):
 
 
 def reference_step(model, shares, scale=1.0):
-    """One process: the mean of the ranks' losses. Buffers move as on the first rank."""
+    """Run a step in one process: the mean of the ranks' losses. Buffers are updated as on the first rank."""
     losses = []
     for rank, share in enumerate(shares):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -47,13 +47,13 @@ def reference_step(model, shares, scale=1.0):
 
 
 def parity(name, optimizer="adam", hsdp=False, micro=1, keep="sharded", clip=None, local=True, **options):
-    """Three optimizer steps sharded and in one process: losses, gradients, weights."""
+    """Compare three optimizer steps with one process: losses, gradients, weights."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = getattr(zoo, name)()
     if rank > 0:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(1.0)  # the first rank's values are the ones that count
+                parameter.add_(1.0)  # the first rank's values must be used
     reference = getattr(zoo, name)()
     torch.manual_seed(0)
     reference = getattr(zoo, name)()
@@ -167,13 +167,13 @@ def _undeclared_rank_dependence():
     model = zoo.RankUnits()
     engine = shard(model, make_mesh(), units=find_fsdp_units(model, min_unit_bytes=1))
     x = torch.randn(zoo.BATCH, zoo.WIDTH)
-    # Rank 0 skips block 1, rank 1 block 0; the blocks have one size, so bytes would be exchanged without an error.
+    # Rank 0 skips block 1, rank 1 block 0; both have the same size: a mismatched all-gather would not raise.
     y = torch.full((zoo.BATCH,), 2 if dist.get_rank() == 0 else 3)
     loss = engine.run(model.training_step, (x, y))
     with pytest.raises(RuntimeError, match="allow_divergent_forward=True"):
         loss.backward()
     engine.reset()
-    # The step is lost, the module is not.
+    # The step is lost, but the module remains usable.
     share = zoo.batches(1, 2)[0][0]
     engine.run(model.training_step, share).backward()
     reference = zoo.RankUnits()
@@ -222,7 +222,7 @@ def test_evaluation_with_uneven_batches_ends():
 
 
 class Gan(torch.nn.Module):
-    """Manual optimization: two optimizers, backward inside the step, weights clamped, several backwards."""
+    """Manual optimization: two optimizers, several backwards inside the step, clamped weights."""
 
     def __init__(self):
         super().__init__()
@@ -246,7 +246,7 @@ class Gan(torch.nn.Module):
         with torch.no_grad():
             for parameter in self.critic.parameters():
                 parameter.clamp_(-0.2, 0.2)
-            self.shift.clamp_(-1e-4, 1e-4)  # gathered at this moment
+            self.shift.clamp_(-1e-4, 1e-4)  # the root is gathered at this point
         return penalty.detach()
 
 
@@ -263,7 +263,7 @@ def _manual_optimization():
         engine.attach(optimizer)
     for shares in zoo.batches(3, size):
         engine.run(model.step, shares[rank], mine)
-        # The ranks' shares have one size, so the means over the whole batch are the means of the ranks'.
+        # The ranks' shares have equal sizes: the mean over the whole batch is the mean of the ranks' means.
         whole_batch = tuple(torch.cat(parts) for parts in zip(*shares, strict=True))
         reference.step(whole_batch, theirs)
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -276,7 +276,7 @@ def test_manual_optimization_with_two_optimizers():
 
 def _shrink(module):
     for parameter in module.parameters():
-        # No version counter tells of this.
+        # Not tracked by version counters.
         parameter.data.mul_(0.9)
 
 
@@ -291,7 +291,7 @@ def _through_a_vector(module):
 
 
 def _changed_by_hand():
-    """Inside of steps, where the root is gathered and blocks are not, and outside, where all is sharded."""
+    """Change parameters inside steps, where only the root is gathered, and outside, where everything is sharded."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for inside, outside in ((_shrink, _clip), (_clip, _shrink), (_clip, _through_a_vector)):
         torch.manual_seed(0)

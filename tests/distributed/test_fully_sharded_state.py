@@ -191,7 +191,7 @@ def _traffic():
 @pytest.mark.parametrize("size", [2, 4])
 def test_sent_and_held_bytes_are_those_of_the_table(size):
     results = run_ranks(size, _traffic)
-    # The counter sees all ranks: N times 3 Psi (N-1)/N. TCP's own headers come on top.
+    # The counter sums over all ranks: N times 3 Psi (N-1)/N, plus TCP headers.
     assert results[0][0] == pytest.approx(3 * (size - 1), rel=0.01), results
     for _, held in results:
         assert held["parameters"] + held["gradients"] + held["optimizer"] == pytest.approx(4 / size, rel=0.02)

@@ -1,4 +1,4 @@
-"""Losses of ranks that hold different samples, weighed so that averaged gradients are one process's."""
+"""Losses of ranks with different samples, weighted to make averaged gradients equal one process's."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def all_terms(values, x, kept):
 
 
 def terms_where_something_counts(values, x, kept):
-    """Ranks whose samples are not kept lack the second term."""
+    """Compute two loss terms; ranks whose samples are not kept lack the second one."""
     if not kept.any():
         return F.mse_loss(values, x) + values.sum() * 0
     return F.mse_loss(values, x) + F.smooth_l1_loss(values[kept], x[kept])
@@ -65,7 +65,7 @@ def _gradients(loss):
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(SAMPLES, 5, 4, generator=generator, dtype=torch.double)
     kept = torch.rand(SAMPLES, 5, generator=generator) > 0.4
-    # Rank 0 has nothing that counts.
+    # Nothing counts on rank 0.
     kept[: SAMPLES // dist.get_world_size()] = False
     torch.manual_seed(0)
     net = nn.Linear(4, 4).double()

@@ -1,4 +1,4 @@
-"""An optimizer that looks at the loss finds one process's on all ranks, whatever the ranks' own losses are."""
+"""An optimizer that reads the loss gets one process's on all ranks, whatever the ranks' own losses are."""
 
 import math
 
@@ -10,7 +10,7 @@ from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from tests.helpers.ranks import run_ranks
 
 NAN = math.nan
-#: By name: each rank's value, weight, samples and whether its batch counts, whether losses agree, and the whole.
+#: By name: each rank's value, weight, samples and whether its batch counts; whether terms are the same; the result.
 CASES = {
     "means": ([(1.0, 30.0, 4.0, True), (2.0, 10.0, 4.0, True)], True, 1.25),
     "sums": ([(1.0, None, 4.0, True), (2.0, None, 2.0, True)], True, 3.0),

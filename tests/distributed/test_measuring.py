@@ -1,4 +1,4 @@
-"""A profile of ranks on hosts with different numbers of them, which are not neighbours."""
+"""Profile of ranks on hosts with different numbers of ranks, which are not contiguous."""
 
 from unittest import mock
 
@@ -19,7 +19,7 @@ def test_every_rank_makes_the_same_groups():
     found = run_ranks(3, _measure, ["a", "b", "a"])
     assert found[0] == found[1] == found[2]
     assert found[0]["assumed_links"] == ()
-    # The slowest rank's; messages between pairs and in a group of one have no rates in common.
+    # The slowest rank's rate; messages between pairs and in a group of one have no rates in common.
     assert found[0]["rates"] == {"mm": [(64.0, 1e6, 1e10 / 3)]}
     assert found[0]["message_rates"] == {}
     assert found[0]["inside"] != found[0]["between"]

@@ -1,4 +1,4 @@
-"""Optimizer state and step on the host: the same numbers, less memory, files that leave nothing behind."""
+"""Optimizer state and step on the host: identical results, less memory, no leftover files."""
 
 import ctypes
 import gc
@@ -20,21 +20,21 @@ from lightning_pardist.engines.zero import ZeroEngine
 from tests.helpers.optimizers import Lamb, MuonAndAdam, NormOfAll, Own, Shampoo
 from tests.helpers.ranks import cpu_mesh, run_fresh_ranks, run_ranks
 
-# The kernel that offload takes for Adam; others are compared with what they are without offload.
+# Offload uses Adam's fused kernel; others are compared with their results without offload.
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
     "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True, foreach=True),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
     "plain": lambda groups: torch.optim.SGD(groups, lr=0.01),
 }
-#: What needs whole tensors: state of factors, of norms, of two kinds; of all tensors together.
+#: Optimizers that need whole tensors: state of factors, of norms, of two kinds; and of all tensors together.
 WHOLE = {
     "shampoo": lambda groups: Shampoo(_all(groups)),
     "lamb": lambda groups: Lamb(_all(groups)),
     "muon_and_adam": lambda groups: MuonAndAdam(_all(groups)),
     "norm_of_all": lambda groups: NormOfAll(_all(groups)),
 }
-# Windows of 4 kB: every parameter but the biases takes several.
+# Windows of 4 kB: every parameter except the biases takes several.
 WINDOW_MB = 2**-8
 
 
@@ -93,7 +93,7 @@ def _same(stage, name, folder, dtype):
         losses = _steps(engine, module, optimizer, range(3))
         state = engine.optimizer_state(optimizer)
         found.append((losses, _flat(state)))
-        # A checkpoint loads into the same engine, and into one that begins with it.
+        # A checkpoint loads into the same engine, and into a new one.
         engine.load_optimizer_state(optimizer, _shared(state))
         losses += _steps(engine, module, optimizer, range(3, 5))
         found[-1] += (_flat(engine.optimizer_state(optimizer)),)
@@ -122,7 +122,7 @@ def _check(ranks, stage, name, folder, dtype=torch.float32):
         for other in offloaded:
             assert other[0] == plain[0]
             for mine, theirs in zip(other[1:], plain[1:], strict=True):
-                # Of all tensors together every rank of ZeRO-1 and 2 has all state.
+                # For an update of all tensors together, every rank of ZeRO-1 and 2 has the complete state.
                 assert bool(mine) is (rank == 0 and name != "plain") or name == "norm_of_all"
                 assert mine.keys() == theirs.keys()
                 assert not [key for key, value in mine.items() if not torch.equal(value, theirs[key])]
@@ -164,7 +164,7 @@ def _refused(stage, folder):
 
 
 class CountsCalls(Own):
-    """Divides by the gradient's norm and by how often it was called."""
+    """Divides by the gradient's norm and by the number of calls."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -198,14 +198,14 @@ def test_state_of_any_form_is_kept(tmp_path):
     assert kept["again"] is factor
     assert kept["small"] is small
     assert HostedState.num_bytes(kept) == 3 * big.numel() * 4 + 12
-    # Places change, one is made anew, one is looked at: nothing that is in use is written to.
+    # Reordered, recreated and kept values: memory in use must not be overwritten.
     changed = {"factors": [root, {"root": factor[1:]}], "again": big + 2, "n": 4}
     kept = hosted.keep("a", hosted.fetch(changed))
     assert torch.equal(kept["factors"][0], big + 1)
     assert torch.equal(kept["factors"][1]["root"], big[1:])
     assert torch.equal(kept["again"], big + 2)
     homes = len(hosted._homes["a"])
-    # Memory that nobody uses any more is used again.
+    # Memory that is no longer used must be reused.
     for step in range(3):
         kept = hosted.keep("a", {"only": torch.full((100, 200), float(step))})
     assert torch.equal(kept["only"], torch.full((100, 200), 2.0))
@@ -218,7 +218,7 @@ class Factors(NamedTuple):
 
 
 class Quantised(torch.Tensor):
-    """Memory of a subclass' own making, as torchao's state of eight bits."""
+    """Tensor subclass with its own storage, like torchao's 8-bit state."""
 
 
 def test_state_in_named_tuples_and_subclasses(tmp_path):
@@ -235,14 +235,14 @@ def test_state_in_named_tuples_and_subclasses(tmp_path):
 
 
 def _resident(stage, offload):
-    """Bytes resident for a model's states between steps, mapped pages included."""
-    # What a process needs for its first step stays: torch's lazy imports, connections.
+    """Return the resident bytes of a model's states between steps, including mapped pages."""
+    # Excludes what the first step of a process allocates for good: torch's lazy imports, connections.
     _two_steps(stage, 1, offload)
     before = _resident_bytes()
     engine, *others = _two_steps(stage, 24, offload)
     held = _resident_bytes() - before
     engine.detach()
-    # The engine of ZeRO-3 holds neither module nor optimizer.
+    # ZeRO-3's engine keeps neither module nor optimizer alive.
     del others
     return held
 
@@ -272,8 +272,8 @@ def _resident_bytes():
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc to hand freed memory back")
 @pytest.mark.slow
 def test_resident_memory_of_adamw(tmp_path):
-    # On several ranks of ZeRO-2 whole parameters and buckets on their way are most of what is resident. In fresh
-    # processes: what others have freed before is resident or not by chance.
+    # With ZeRO-2 on several ranks, whole parameters and buckets in flight dominate. In fresh processes: memory freed
+    # earlier may or may not be resident.
     for stage, ranks in ((3, 2), (2, 1)):
         without = max(run_fresh_ranks(ranks, _resident, stage, None))
         held = max(run_fresh_ranks(ranks, _resident, stage, Offload(str(tmp_path), 4.0)))
@@ -308,7 +308,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 class Counts(torch.optim.Optimizer):
-    """Decays by how often it was called."""
+    """Divides its step by the number of calls."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""Boxes of several dtypes in one all-to-all."""
+"""Exchange of boxes of several dtypes in one all-to-all."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The engine's other duties: evaluation, state dicts, tied weights, random numbers, changing shapes, failures."""
+"""Pipeline engine besides training: evaluation, state dicts, tied weights, random numbers, shapes, failures."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_two_pipelines_beside_each_other() -> None:
 
 
 class Mask(nn.Module):
-    """A unit that remembers where its input was dropped, and one that compares."""
+    """Unit that returns where its input was dropped, for a comparison."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def _changing_lengths() -> None:
 
 
 def _lengths_out_of_the_batch() -> None:
-    """Shapes that the batch's shape does not tell: padded to the longest sample of a micro-batch."""
+    """Train with shapes that depend on values: padded to the longest sample of a micro-batch."""
     model, batch = make("tagger", 8)
     engine = start(model, batch)
     alone = copy.deepcopy(model)
@@ -238,7 +238,7 @@ def test_freezing_between_steps() -> None:
 
 def _silent_peer() -> str:
     model, batch = make("gpt", 8)
-    # A group of its own: after a timeout, gloo's connections in it are spoilt.
+    # Separate group: after a timeout, gloo's connections in it are unusable.
     group = dist.new_group([0, 1])
     engine = start(model, batch, group=group, timeout_s=1.0)
     said = ""
@@ -270,7 +270,7 @@ def _wrong_plan() -> None:
 
 
 class _Kept:
-    """Tensors that autograd keeps for backward: those of a step altogether, and the most at any time."""
+    """Count of tensors that autograd saves for backward: in total over a step, and the peak."""
 
     def __init__(self) -> None:
         self.all = self.now = self.most = 0
@@ -306,6 +306,6 @@ def _activations_kept(schedule: str, num_microbatches: int) -> float:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_activations_kept_at_a_time(num_ranks: int) -> None:
-    """All micro-batches' for GPipe, and for 1F1B those of as many as there are stages ahead."""
+    """Live activations: all micro-batches for GPipe, the number of stages ahead for 1F1B."""
     assert run_ranks(num_ranks, _activations_kept, "gpipe", 6) == [6] * num_ranks
     assert run_ranks(num_ranks, _activations_kept, "1f1b", 6) == list(range(num_ranks, 0, -1))

@@ -1,4 +1,4 @@
-"""The pipeline's losses, gradients and weights beside one process's: every schedule, every habit of the zoo."""
+"""The pipeline's losses, gradients and weights against one process's: every schedule, every model of the zoo."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEDULES = (
 )
 
 
-#: What differs most: a chain, skips, layers that are called by data, layers that run twice.
+#: The most distinctive models: a chain, skips, data-dependent calls, layers that run twice.
 _QUICK = ("gpt", "unet", "experts", "checkpointed")
 
 

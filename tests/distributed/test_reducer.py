@@ -1,4 +1,4 @@
-"""The gradient reducer against one process, with different data on every rank."""
+"""Gradient reducer against one process, with different data on every rank."""
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class Awkward(nn.Module):
 
     def forward(self, tokens, step):
         x = self.frozen(self.embed(tokens)) * self.scale
-        # Each sample takes one of two ways, so that ranks and steps differ in what they use.
+        # The first sample and the step select one of two branches: ranks and steps use different parameters.
         way = self.left if (int(tokens[0]) + step) % 2 else self.right
         x = way(way(x)) + self.empty.sum() + self.wide.mean().float()
         image = x.view(-1, 1, 6, 1).expand(-1, 1, 6, 6)
@@ -151,7 +151,7 @@ def test_reentrant_checkpoint_of_a_shared_layer():
 
 
 def _unannounced_and_missing():
-    """backward() outside the context is reduced all the same; a rank without a backward receives the others' mean."""
+    """backward() outside the context is still reduced; a rank without a backward receives the others' mean."""
     torch.manual_seed(0)
     module = nn.Linear(3, 1)
     reducer = _reducer(module)

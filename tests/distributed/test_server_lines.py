@@ -1,4 +1,4 @@
-"""Conversations of workers and servers on real ranks: every wait ends, and a failure is no end of training."""
+"""Connections between workers and servers on real ranks: every wait ends, and a failure does not end training."""
 
 import time
 
@@ -50,7 +50,7 @@ def _failing():
         threads = WorkerThreads(server, group, (0, 1), 20.0)
         threads.start()
         found = _caught(lambda: server.meet(0))
-        # One worker never says anything: the bound is one for all.
+        # One worker sends nothing: the timeout covers all threads together.
         joined = _caught(lambda: threads.join(0.5))[1]
         dist.barrier()
         return (*found, joined, threads.join(20.0))

@@ -11,7 +11,7 @@ from tests.helpers.zoo import ZOO, build, whole_state
 
 
 def split(model, world_size, **options):
-    """Plan and apply on the tensor ranks; the plan comes from the first batch."""
+    """Plan and apply a layout on the tensor ranks; the plan is based on the first batch."""
     batch = model.batch(0)
     found = plan_layout(model, lambda: model.loss(batch), tp_size=world_size, **options)
     mesh = cpu_mesh((world_size,), ("tensor_parallel",))
@@ -29,7 +29,7 @@ def relative(found, expected):
 
 
 def train_beside_one_process(name, world_size, kind, options):
-    """Worst relative errors of losses, gradients and weights over three steps, and what fell back."""
+    """Return the worst relative errors of losses, gradients and weights over three steps, and fallbacks."""
     reference = build(name)
     model = copy.deepcopy(reference)
     found, runtime = split(model, world_size, **options)
@@ -43,7 +43,7 @@ def train_beside_one_process(name, world_size, kind, options):
             loss = model.loss(batch)
             loss.backward()
         worst["loss"] = max(worst["loss"], abs(loss.item() - expected.item()) / abs(expected.item()))
-        # Of the largest gradient: a bias before a norm has a gradient of rounding noise alone.
+        # Relative to the largest gradient: the gradient of a bias before a norm is rounding noise.
         scale = max(p.grad.norm() for p in reference.parameters() if p.grad is not None)
         for (label, one), (_, many) in zip(reference.named_parameters(), model.named_parameters(), strict=True):
             assert (one.grad is None) == (many.grad is None), label

@@ -1,4 +1,4 @@
-"""Tensor ranks times data ranks, the engines together: 2 x 2 ranks against one process."""
+"""Tensor parallelism combined with the data-parallel engines: 2 x 2 ranks against one process."""
 
 import copy
 
@@ -54,7 +54,7 @@ def train(kind, name, optimizer_name):
         one.step()
         many.zero_grad()
         for half in range(2):
-            # Accumulation: the same batch twice, half each.
+            # Accumulation: the same batch twice, half weight each.
             with runtime.step():
                 loss = runtime.whole(model.loss(model.batch(10 * step + data_rank))) / 2
                 with engine.no_sync() if half == 0 else engine.backward(loss):
@@ -69,7 +69,7 @@ def train(kind, name, optimizer_name):
     engine.detach()
     weights = dict(reference.named_parameters(remove_duplicate=False))
     found = whole_state(model)
-    # Running statistics are those of each rank's own samples.
+    # Running statistics are of each rank's own samples, and not compared.
     assert_close({name: found[name] for name in weights}, {name: p.detach() for name, p in weights.items()})
     if kind != "ddp" and data_rank == 0:
         for index, entry in one.state_dict()["state"].items():
@@ -141,7 +141,7 @@ def step_of_optimizers_on_whole_matrices():
         lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2),
         lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3),
     ):
-        # In fp64: their first steps are signs, which rounding flips where gradients are all but zero.
+        # In fp64: their first steps are signs, which rounding flips for near-zero gradients.
         reference = build("mlp").double()
         model = copy.deepcopy(reference)
         batch = tuple(t.double() if t.is_floating_point() else t for t in model.batch(0))

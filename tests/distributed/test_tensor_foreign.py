@@ -1,4 +1,4 @@
-"""Models that others wrote, built from small configurations: nothing about them is known to the engine."""
+"""Third-party models, built from small configurations, without any model-specific code in the engine."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ TOKENS = {
 }
 IMAGES = ["ViTForImageClassification", "resnet18", "mobilenet_v3_small", "convnext_tiny", "swin_t", "vgg11_bn"]
 IMAGES += ["efficientnet_b0", "VisionTransformer"]
-#: Sent in forward and backward where a model has two blocks of attention and MLP: Megatron's count.
+#: Models with two blocks of attention and MLP whose collectives in forward and backward match Megatron's count.
 MEGATRON = ["GPT2LMHeadModel", "LlamaForCausalLM", "GPTNeoXForCausalLM", "MixtralForCausalLM", "Gemma2ForCausalLM"]
 
 
 class Foreign(torch.nn.Module):
-    """A foreign model and its loss, without dropout."""
+    """Third-party model with its loss, without dropout."""
 
     def __init__(self, name):
         super().__init__()
@@ -95,7 +95,7 @@ DECODER_WITHOUT_VOCABULARY = {key: value for key, value in DECODER.items() if ke
 
 
 def one_step(name):
-    """Images in double precision: batch norm over a few pixels makes single precision say nothing."""
+    """Run one step; images in fp64, as batch norm over a few pixels makes fp32 meaningless."""
     warnings.filterwarnings("ignore")
     dtype = torch.float32 if name in TOKENS else torch.float64
     reference = Foreign(name).to(dtype)

@@ -1,4 +1,4 @@
-"""Cross entropy of logits that no rank has in whole, and gradients that belong to one parameter each."""
+"""Cross entropy of vocabulary-parallel logits, and gradients that must not be shared between parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _logits(kind):
     logits = 5 * torch.randn(6, CLASSES, 2, generator=generator)
     target = torch.randint(0, CLASSES // 2, (6, 2), generator=generator)
     if kind == "masked":
-        # One rank has no class left.
+        # One rank has no unmasked class.
         logits[:, CLASSES // 2 :] = float("-inf")
     if kind == "large":
         logits = logits + 1e4
@@ -78,7 +78,7 @@ def test_indices_that_no_rank_holds_are_errors():
 
 
 class Sum(nn.Module):
-    """Parameters that autograd hands one and the same gradient, plain and through views."""
+    """Parameters to which autograd passes the same gradient tensor, directly and through views."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules with habits that a planner may not expect: whatever it decides, the numbers are those of one process."""
+"""Modules with unexpected patterns: whatever is planned, the results equal one process's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _batch(module, seed):
 
 
 def _error(name, size):
-    """Worst relative error of losses and weights over three steps, and what share of the parameters a rank holds."""
+    """Return the worst relative error of losses and weights over three steps, and a rank's share of the parameters."""
     one, many = _build(name), _build(name)
     batch = _batch(one, 0)
     found = plan_layout(many, lambda: many.loss(batch), tp_size=size)
@@ -51,7 +51,7 @@ def _error(name, size):
 
 def _errors(size):
     dtype = torch.get_default_dtype()
-    # In fp64 what is left of a difference is a mistake.
+    # In fp64 any remaining difference is an error.
     torch.set_default_dtype(torch.float64)
     try:
         return {name: _error(name, size) for name in ODDITIES}
@@ -63,5 +63,5 @@ def _errors(size):
 def test_odd_modules_train_like_one_process(size):
     for found in run_ranks(size, _errors, size):
         assert {name: error for name, (error, _) in found.items() if error > 1e-9} == {}
-        # Most of them are split at all.
+        # Most of them are actually split.
         assert sum(share < 0.7 for _, share in found.values()) > len(found) / 2

@@ -21,7 +21,7 @@ from tests.helpers.zoo import NanoGPT, build
 
 
 class CollectiveCounter(CommDebugMode):
-    """torch's counter without its module tracker, whose backward hooks would gather what they look at."""
+    """CommDebugMode without its module tracker, whose backward hooks would gather tensors."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def test_gpt_sends_what_megatron_sends():
     (two, planned, clean), *_ = run_ranks(2, count_collectives, 2, {})
     (six, _, _), *_ = run_ranks(2, count_collectives, 6, {})
     assert clean
-    # Two all-reduces a block and direction; besides, the embedding, one gather of the loss, and the head's input.
+    # Two all-reduces per block and direction; plus the embedding, one gather of the loss, and the head's input.
     assert two == [{"allreduce_": 2 * 2 + 1, "allgather_": 1}, {"allreduce_": 2 * 2 + 1}]
     assert six == [{"allreduce_": 2 * 6 + 1, "allgather_": 1}, {"allreduce_": 2 * 6 + 1}]
     assert planned == [6, 5]
@@ -70,7 +70,7 @@ def test_sequence_parallel_replaces_all_reduces_by_halves():
     (found, planned, clean), *_ = run_ranks(2, count_collectives, 2, {"sequence_parallel": True})
     assert clean
     forward, backward = found
-    # On gloo a reduce-scatter is an all-to-all. A gather and a scatter for each all-reduce of before; one of the loss.
+    # On gloo a reduce-scatter is an all-to-all. Each former all-reduce is a gather and a scatter; one for the loss.
     assert forward["alltoall_base_"] == 5
     assert forward["allgather_"] == 5 + 1
     assert backward["alltoall_base_"] == 5
@@ -89,7 +89,7 @@ def hand_written_plan(overrides):
 
 
 def test_plans_by_hand_cost_collectives_and_not_numbers():
-    # Nothing pairs here: every layer meets the wrong kind of input.
+    # No layers pair here: every layer gets a mismatched input layout.
     overrides = {"layers.*.1.0": "row", "layers.*.3.2": "column", "layers.*.3.0": "replicate", "stem": "column"}
     for worst, fallbacks in run_ranks(2, hand_written_plan, overrides):
         assert max(worst.values()) < 1e-5, worst
@@ -177,7 +177,7 @@ class Square(torch.autograd.Function):
 
 
 class Recomputed(torch.autograd.Function):
-    """A layer that is called by a custom function, again in its backward."""
+    """Custom function that calls a layer, and calls it again in backward."""
 
     @staticmethod
     def forward(ctx, x, layer):
@@ -194,7 +194,7 @@ class Recomputed(torch.autograd.Function):
 
 
 class CallsLayers(nn.Module):
-    """Layers that a plan splits, called where autograd does not look."""
+    """Split layers called inside custom autograd functions."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ class CallsLayers(nn.Module):
 
 
 class Odd(nn.Module):
-    """What has no rule: custom functions, odd operators in place, values looked at, gradients clipped inside."""
+    """Operations without rules: custom functions, in-place operators, reads of values, clipping inside the step."""
 
     def __init__(self):
         super().__init__()
@@ -264,7 +264,7 @@ def test_operators_without_a_rule_run_on_whole_tensors_and_are_named():
 
 
 def looks_at_memory():
-    """Where tensors lie, asked on the first rank alone: a look that gathers would wait for the others."""
+    """Read tensors' memory on the first rank only: a read that gathers would block."""
     torch.manual_seed(0)
     model = Odd()
     _, runtime = split(model, 2, overrides={"up": "column", "down": "row"})
@@ -319,7 +319,7 @@ class Overwriting(Odd):
 
 
 class OverwritingASibling(Odd):
-    """Two views of one tensor that nobody has any more."""
+    """Two views of one tensor that is no longer referenced."""
 
     def loss(self, batch):
         h = self.up(batch).clone()
@@ -346,7 +346,7 @@ def test_overwriting_a_view_that_became_a_copy_is_refused(sign):
 
 
 class OverwritingTheLast(Odd):
-    """Nobody has what it is a view of any more, as of relative positions that are shifted by views and then masked."""
+    """View of an unreferenced tensor, like relative positions that are shifted by views and then masked."""
 
     def loss(self, batch):
         h = self.up(batch).clone()
@@ -395,7 +395,7 @@ def test_evaluation():
 
 
 def products_of_weights():
-    """A penalty on how far weights are from orthogonal ones, evaluated beside plain tensors."""
+    """Compute an orthogonality penalty on split weights, compared with plain tensors."""
     model = build("mlp")
 
     def penalty():
@@ -434,7 +434,7 @@ def half_precision():
 
 def test_autocast():
     for loss, expected, error, dtype in run_ranks(2, half_precision):
-        # Bounds of bfloat16, whose rounding differs with the order of sums.
+        # Tolerance of bfloat16, whose rounding depends on the order of sums.
         assert loss == pytest.approx(expected, rel=2e-3)
         assert error < 0.05
         assert dtype == "torch.float32"

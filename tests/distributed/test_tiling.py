@@ -1,4 +1,4 @@
-"""Linear layers in tiles: the numbers of one process, and the memory of a tile."""
+"""Linear layers in tiles: one process's results, and the memory of a tile."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.distributed import sharded_modules as zoo
 from tests.distributed.test_fully_sharded import close, make_mesh, many, whole
 from tests.helpers.ranks import run_ranks
 
-# A few rows of a few hundred bytes: every layer of the zoo has tiles, most a last one that is smaller.
+# A few rows of a few hundred bytes: every layer of the zoo is tiled, most with a smaller last tile.
 TILED = {"tile_above_bytes": 400}
 NAMES = ("Mlp", "Blocks", "Gpt", "ForwardNeverCalled", "Repeated", "Outputs", "Frozen", "OddShapes", "MixedTypes")
 
@@ -41,7 +41,7 @@ def test_replicated_shards_and_four_ranks():
 
 
 class Wide(nn.Module):
-    """One layer that is nearly all of the module."""
+    """Module dominated by a single layer."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ def _peak(tile_above_bytes):
             model, make_mesh(), units=find_fsdp_units(model, min_unit_bytes=1), tile_above_bytes=tile_above_bytes
         )
         x = torch.randn(2, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
-        # The second step is like all that follow.
+        # The second step is representative of all later ones.
         for _ in range(2):
             handle.zero_grad()
             before = live.now
@@ -83,9 +83,9 @@ def _peaks():
 
 def test_a_layer_in_tiles_is_never_there_whole():
     for plain, tiled in run_ranks(2, _peaks):
-        # Whole: the weight, its gradient, and the other rank's part of that one on its way.
+        # Untiled: the weight, its gradient, and the part of the latter in flight to the other rank.
         assert plain > 2 * LARGE
-        # In tiles of a sixteenth: this rank's half of the gradient stays; a tile and its gradient come and go.
+        # In tiles of a sixteenth: this rank's half of the gradient persists; a tile and its gradient are temporary.
         assert tiled < 0.5 * LARGE + 5 * LARGE / 16
 
 

@@ -1,4 +1,4 @@
-"""Updates of whole tensors by their owners: rounds, state and traffic."""
+"""Whole-tensor updates by owner ranks: rounds, state and traffic."""
 
 import copy
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ def _module():
 
 
 def _trained(kind, round_bytes):
-    """Weights and counts in groups after some steps, and those of one process on all samples."""
+    """Return weights and counts in groups after some steps, and those of one process on all samples."""
     module = _module()
     reference = copy.deepcopy(module)
     optimizers = [kind(list(each.parameters())) for each in (module, reference)]
@@ -67,7 +67,7 @@ def _momentum(params):
 
 
 def _regrouped(kind, change):
-    """Weights where the optimizer's groups change after two of five steps, and those of one process."""
+    """Return weights when the optimizer's groups change after two of five steps, and those of one process."""
     module = _module()
     reference = copy.deepcopy(module)
     optimizers = [kind([{"params": list(layer.parameters())} for layer in each[::2]]) for each in (module, reference)]
@@ -93,7 +93,7 @@ def _regrouped(kind, change):
     [(Shampoo, list.reverse), (Shampoo, _drop_first), (Shampoo, list.pop), (_momentum, list.pop)],
 )
 def test_state_stays_with_parameters_whose_groups_change(kind, change):
-    """Not with what has their numbers then."""
+    """The state must not move with the parameters' indices."""
     found = run_ranks(3, _regrouped, kind, change)
     for mine, wanted, _ in found:
         assert_close(mine, wanted, rtol=1e-9)
@@ -130,14 +130,14 @@ def test_bytes_sent_and_state_held(ranks):
     assert sum(state for _, _, state, _ in results) == 1.0
     assert max(state for _, _, state, _ in results) == 1 / ranks
     sent, packed, _, _ = results[0]
-    # Gradients to owners and values back are at most the model once each way, from all ranks together.
+    # Gradients to owners and values back total at most one model each way, over all ranks.
     assert packed <= 2.01
-    # The counter sees all ranks: these, and slices that are gathered as after any step of ZeRO.
+    # The counter sums over all ranks: these, and the slices gathered after any ZeRO step.
     assert sent == pytest.approx(packed + ranks - 1, rel=0.02)
 
 
 class CountsInState(Own):
-    """Counts steps in its state, beside that of parameters; a step is along the gradient's direction."""
+    """Stores a step count in its state, next to that of parameters; a step follows the normalized gradient."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -152,7 +152,7 @@ class CountsInState(Own):
 
 
 class CountsElementwise(CountsInState):
-    """The same of elements."""
+    """Elementwise variant of CountsInState."""
 
     def update(self):
         self.state["steps"] += 1
@@ -195,7 +195,7 @@ def test_state_of_all_parameters_together_is_kept(kind):
 
 
 class Raises(NormOfAll):
-    """Runs its closure itself, as LBFGS does."""
+    """Optimizer that runs its closure itself, as LBFGS does."""
 
     @torch.no_grad()
     def step(self, closure):
@@ -219,7 +219,7 @@ def _one_raises():
         return
 
     if stop["now"]:
-        # As inside of a step, without the collectives around it.
+        # As inside a step, but without its collectives.
         with pytest.raises(KeyError):
             updates_of(optimizer)._evaluated(closure)
     same = all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))

@@ -1,4 +1,4 @@
-"""ZeRO-1 and 2: what they hold, what they send, and what they refuse. Parity is in the matrix."""
+"""ZeRO-1 and 2: memory, traffic and refusals. Parity is covered by the matrix."""
 
 import copy
 
@@ -55,14 +55,14 @@ def _table(stage):
 def test_bytes_sent_and_held_are_those_of_the_table(world):
     for stage, gradients, optimizer in ((0, 1, 2), (1, 1, 2 / world), (2, 1 / world, 2 / world)):
         results = run_ranks(world, _table, stage)
-        # Every stage sends 2 Psi (N-1)/N on each of N ranks; TCP's headers come on top.
+        # Every stage sends 2 Psi (N-1)/N on each of N ranks, plus TCP headers.
         assert results[0][0] == pytest.approx(2 * (world - 1), rel=0.01), f"stage {stage} sent {results[0][0]} Psi"
         for _, *held in results:
             assert held == pytest.approx([1, gradients, optimizer], rel=0.02), f"stage {stage} holds {held}"
 
 
 def _uneven(stage):
-    """Fewer elements than ranks, a parameter across several slices, buckets smaller than any parameter."""
+    """Train with fewer elements than ranks, a parameter across several slices, buckets smaller than any parameter."""
     torch.manual_seed(0)
     module = nn.ModuleDict({"wide": nn.Linear(7, 5), "tiny": nn.Linear(1, 1, bias=False)})
     reference = nn.ModuleDict({"wide": nn.Linear(7, 5), "tiny": nn.Linear(1, 1, bias=False)})
@@ -93,7 +93,7 @@ def _uneven(stage):
     if dist.get_rank() == 0:
         for index, entry in other.state_dict()["state"].items():
             assert_close(state["state"][index], entry)
-    # What was gathered goes back where it came from, on every rank.
+    # Loading the gathered state restores every rank's slices.
     shared = [state]
     dist.broadcast_object_list(shared)
     before = {id(p): {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
@@ -128,7 +128,7 @@ def _low_precision():
 def test_half_precision_parameters_have_masters():
     for moved, dtype in run_ranks(2, _low_precision):
         assert dtype == torch.bfloat16
-        # 50 steps of 1e-4: each is lost on bf16 weights of about 0.1, their sum is not.
+        # 50 steps of 1e-4: each is lost on bf16 weights of about 0.1, but their sum is not.
         assert moved == pytest.approx(-50 * 1e-4, rel=0.05)
 
 
@@ -137,7 +137,7 @@ def _refusals():
     with pytest.raises(ValueError, match="SparseAdam") as caught:
         _engine(1, module, torch.optim.SparseAdam(module.parameters()))
     for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam):
-        # A warmup's first learning rate is often zero, and must not hide what the optimizer does.
+        # A warmup's first learning rate is often zero, which must not hide the optimizer's behaviour.
         plain = nn.Linear(8, 8)
         _engine(1, plain, kind(plain.parameters(), lr=1e-30)).detach()
     return str(caught.value)
@@ -162,7 +162,7 @@ def _changed_by_hand(dtype):
         steppers[1].step()
         for each in (module, reference):
             with torch.no_grad():
-                # Memory of its own in place of the buffer's; and a change that leaves no trace in a version counter.
+                # A replaced storage in place of the buffer's; and a change that version counters do not track.
                 each[0].weight.data = each[0].weight.data.clamp(-0.05, 0.05)
                 each[2].weight.data.clamp_(-0.1, 0.1)
     return snapshot(module), snapshot(reference)

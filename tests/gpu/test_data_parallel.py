@@ -1,4 +1,4 @@
-"""Replicas on several CUDA devices: parameters are copied in every step, and gradients come back."""
+"""Replicas on several CUDA devices: parameters are copied in every step, and gradients are summed back."""
 
 import pytest
 import torch

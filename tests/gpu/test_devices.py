@@ -1,4 +1,4 @@
-"""Streams, pinned memory, messages and random numbers on a device: what the CPU cannot show, engine by engine."""
+"""Streams, pinned memory, messages and random numbers on a device, engine by engine: what the CPU cannot test."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ from tests.helpers.runs import quiet_trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-#: Cycles of the device: some 50 ms, longer than any copy here.
+#: Device cycles: about 50 ms, longer than any copy here.
 _LONG = 100_000_000
 
 
@@ -50,7 +50,7 @@ def test_a_copy_to_the_host_waits_for_what_is_computed_and_outlives_its_source()
     event = copies.start(source, target)
     assert target[-1] == -1, "the copy was made before the device had the values"
     del source
-    # Would take the memory of what is being copied, were that not recorded.
+    # Would reuse the memory of the source, had the copy stream not been recorded on it.
     others = [torch.full((size,), 7.0, device=device) for _ in range(4)]
     event.synchronize()
     assert bool((target == 3).all())
@@ -94,7 +94,7 @@ def _net():
 
 @pytest.fixture
 def alone():
-    """One rank on NCCL."""
+    """Set up one rank on NCCL."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     init_process_group(None, rank=0, world_size=1, meeting=None, device=device, timeout=None)
@@ -167,7 +167,7 @@ def test_the_scale_is_on_the_host_before_a_fused_step_there(alone):
             with engine.backward(loss):
                 (loss * 1024).backward()
             torch.cuda._sleep(_LONG // 4)
-            # As torch.amp.GradScaler.step() leaves them; the third step is skipped.
+            # As torch.amp.GradScaler.step() sets them; the third step is skipped.
             optimizer.grad_scale = torch.full((), 1024.0, device="cuda")
             optimizer.found_inf = torch.full((), float(step == 2), device="cuda")
             optimizer.step()
@@ -179,7 +179,7 @@ def test_the_scale_is_on_the_host_before_a_fused_step_there(alone):
 
 
 class Fused(Base):
-    """An optimizer whose kernel reads its count of steps on the device, and a parameter without dims."""
+    """Optimizer whose kernel reads its step count on the device, and a scalar parameter."""
 
     def __init__(self, fused=True):
         super().__init__()
@@ -315,7 +315,7 @@ def test_numbers_of_the_host_reach_a_device_that_is_busy():
 
 
 def _waits(make, steps=6):
-    """Where a step of an engine waits for the device, after the first few."""
+    """Return the places where a step of an engine synchronises with the device, after the first few."""
     net = _net()
     optimizer, around = make(net)
     batches = [torch.randn(8, 96, device="cuda") for _ in range(steps)]
@@ -351,7 +351,7 @@ def test_engines_wait_for_the_device_as_seldom_as_a_plain_loop(alone):
 
 
 class Wide(Base):
-    """Several buckets and units, nothing that waits for the device in a step."""
+    """Several buckets and units, without host-device synchronisation in a step."""
 
     def __init__(self):
         super().__init__()
@@ -367,7 +367,7 @@ class Wide(Base):
 
 
 class Waits(pl.Callback):
-    """Notes where the code of a run waits for the device, in its last steps."""
+    """Callback that records where a run synchronises with the device, in its last steps."""
 
     def __init__(self, first):
         self.first, self.steps = first, 0
@@ -410,6 +410,6 @@ def test_steady_steps_wait_for_the_device_as_seldom_as_without_strategy(strategy
     plain = _waits_of("auto", precision, gradient_clip_val=clip)
     ours = _waits_of(f"pardist_{strategy}", precision, gradient_clip_val=clip)
     more = ours - plain
-    # The loss of a pipeline's step is put together on the host when the step ends: once for each of five.
+    # The loss of a pipeline's step is assembled on the host when the step ends: once for each of five.
     allowed = sum(plain.values()) + (5 if strategy == "pp" else 0)
     assert sum(ours.values()) <= allowed, "\n".join(f"{count} x {line}" for line, count in more.items())

@@ -25,7 +25,7 @@ FEATURES = {
     "16-mixed": ({}, {"precision": "16-mixed", "gradient_clip_val": 1.0}, {}, 1e-2),
 }
 
-#: Names whose two ranks need settings of their own.
+#: Strategies that need settings of their own on two ranks.
 SETTINGS = {
     "pardist_zero3": {"min_unit_size_mb": 0},
     "pardist_fsdp": {"min_unit_size_mb": 0},
@@ -39,12 +39,12 @@ SETTINGS = {
     "pardist_local_sgd": {"sync_every": 1},
     "pardist_auto": {"strategies": ["pardist_zero2"]},
 }
-#: Names that have other numbers than one process's, or start ranks by themselves.
+#: Strategies that do not equal one process, or start their ranks themselves.
 OTHERS = {
     *("pardist_ddp_bf16", "pardist_ddp_fp16", "pardist_ddp_powersgd", "pardist_ps_async", "pardist_diloco"),
     *("pardist_ddp_spawn", "pardist_ddp_fork", "pardist_ddp_notebook"),
 }
-#: Names and rows that cut the module into four stages.
+#: Strategies and rows that split the module into four stages.
 FOUR_STAGES = ("pardist_pp_interleaved", "pardist_pp_zb", "pp-4", "pp_zb-4")
 ISLANDS = ("pardist_local_sgd",)
 NAMES = [entry.name for entry in TABLE if entry.name not in OTHERS]
@@ -63,7 +63,7 @@ def _modules(name, feature="float64"):
     if name.startswith("pardist_ep"):
         return ("experts",)
     if name in ISLANDS:
-        # One process's numbers only where a step is linear in gradients.
+        # Equal to one process only where a step is linear in gradients.
         return ("mnist",) if feature == "sgd" else ()
     if name == "pardist_dp":
         return ("mnist", "gpt")
@@ -88,14 +88,14 @@ def _check(results, feature, *, optimizer=True):
     for rank, of_rank in enumerate(results):
         for module, got in of_rank.items():
             want = _expected(module, feature)
-            # In half precision small biases are noise: what trains is compared, and the tests below bit for bit.
+            # In half precision small biases are noise: only losses and metrics are compared here.
             for part in ("losses", "weights", "metrics") if tolerance < 1e-3 else ("losses", "metrics"):
                 assert_close(got[part], want[part], rtol=tolerance)
             if rank == 0 and optimizer and tolerance < 1e-3:
                 assert_close(got["optimizer"], want["optimizer"], rtol=max(tolerance, 1e-6))
 
 
-#: Not where a row has other numbers than one process, or no repeated blocks.
+#: Excludes combinations that do not equal one process, or lack repeated blocks.
 CELLS = [(name, feature) for name in NAMES for feature in FEATURES if _modules(name, feature)]
 
 

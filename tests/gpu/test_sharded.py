@@ -1,4 +1,4 @@
-"""What only a CUDA device shows: fp16 with a scaler, copies to the host beside computation, compiled steps."""
+"""CUDA-only behaviour: fp16 with a scaler, copies to the host alongside computation, compiled steps."""
 
 import functools
 
@@ -19,7 +19,7 @@ zero3 = functools.partial(FSDPStrategy, min_unit_size_mb=0)
 
 
 class Wide(Base):
-    """Enough parameters for several buckets and units."""
+    """Module with enough parameters for several buckets and units."""
 
     def __init__(self, compiled=False):
         super().__init__()

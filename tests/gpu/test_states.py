@@ -1,4 +1,4 @@
-"""States on CUDA: checkpoints that go to the CPU and back, random numbers of the device, memory by the formulas."""
+"""States on CUDA: checkpoints moved to the CPU and back, the device's random state, memory by the formulas."""
 
 import functools
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def _run_on(device, name, world, settings):
-    os.environ["PARDIST_TEST_DEVICE"] = device  # the pool takes it back
+    os.environ["PARDIST_TEST_DEVICE"] = device  # the rank pool restores it
     found = run(name, world, "classifier", **settings)
     return {
         "losses": {"loss": found["losses"].cpu()},
@@ -48,7 +48,7 @@ def test_a_checkpoint_of_one_device_resumes_on_another(name, world, form, there_
 
 
 class Dropped(Base):
-    """Random numbers of the device in every step."""
+    """Draws random numbers on the device in every step."""
 
     def __init__(self):
         super().__init__("adamw")
@@ -93,7 +93,7 @@ def test_random_numbers_go_on_after_a_resume(strategy, tmp_path):
 
 
 class Large(Base):
-    """16.8 million parameters in layers, so that a bucket is a small part."""
+    """16.8 million parameters in equal layers: a bucket is a small part."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class Large(Base):
 
 
 def clear_workspaces():
-    """cuBLAS keeps 32 MiB for each thread that multiplies."""
+    """Free cuBLAS workspaces, which take 32 MiB per thread with matrix products."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
@@ -129,7 +129,7 @@ def _memory(strategy, devices):
     def note(optimizer):
         torch.cuda.synchronize()
         clear_workspaces()
-        # The allocator sees with the next allocation what other streams have let go of.
+        # The allocator only processes blocks freed by other streams at the next allocation.
         torch.empty(1, device="cuda")
         held.append((torch.cuda.memory_allocated() - before, trainer.strategy.held().total))
 
@@ -139,7 +139,7 @@ def _memory(strategy, devices):
     return held, torch.cuda.max_memory_allocated() - before
 
 
-#: bytes of a parameter on a rank of N, AdamW in fp32: ZeRO paper (arXiv 1910.02054, section 3), before the update.
+#: Bytes per parameter on a rank of N, AdamW in fp32: ZeRO paper (arXiv 1910.02054, section 3), before the update.
 FORMULAS = {
     "ddp": (DDPStrategy, lambda ranks: 16.0),
     "zero1": (functools.partial(ZeroStrategy, zero_stage=1), lambda ranks: 8 + 8 / ranks),
@@ -159,5 +159,5 @@ def test_memory_before_the_update(name, ranks):
             f"{name}-{ranks}: {allocated / parameters:.2f} bytes a parameter, held {held / parameters:.2f}, peak"
             f" {peak / parameters:.2f}, formula {per_parameter(ranks):.2f}"
         )
-        # A layer gathered or a bucket may be alive: one sixteenth each.
+        # A gathered layer or a bucket may be alive: one sixteenth each.
         assert allocated <= parameters * (per_parameter(ranks) + 4 * 3 / 16)

@@ -1,4 +1,4 @@
-"""A run that is saved half way, and the same run resumed from there under something else."""
+"""Run saved after one epoch, and its resumption under another strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.models import MODULES
 from tests.helpers.parity import snapshot
 from tests.helpers.runs import BATCH, Data, Losses, _flat_state, quiet_trainer
 
-#: Makers of strategies by the names of the matrix; each takes the form of checkpoints to save.
+#: Strategy factories by their names in the matrix; each takes the checkpoint format to save.
 STRATEGIES = {
     "one": lambda **kwargs: DDPStrategy(**kwargs),
     "ddp": lambda **kwargs: DDPStrategy(**kwargs),
@@ -30,7 +30,7 @@ STRATEGIES = {
     "zero2": lambda **kwargs: ZeroStrategy(zero_stage=2, bucket_size_mb=0.001, **kwargs),
     "zero3": lambda **kwargs: FSDPStrategy(min_unit_size_mb=0, **kwargs),
     "fsdp": lambda **kwargs: FSDPStrategy(min_unit_size_mb=0, reshard_after_forward=False, **kwargs),
-    # On four ranks two of each beside two data-parallel ones.
+    # On four ranks: two tensor-parallel or pipeline ranks times two data-parallel ones.
     "tp": lambda **kwargs: TensorParallelStrategy(tensor_parallel_size=2, **kwargs),
     "tp_zero1": lambda **kwargs: TensorParallelStrategy(tensor_parallel_size=2, data_parallel="zero1", **kwargs),
     "tp_zero3": lambda **kwargs: TensorParallelStrategy(
@@ -43,17 +43,17 @@ STRATEGIES = {
     "pp_zero3": lambda **kwargs: PipelineStrategy(
         pipeline_parallel_size=2, data_parallel="zero3", data_settings={"min_unit_size_mb": 0}, **kwargs
     ),
-    # As pardist_3d: two tensor ranks on two, two stages of them on four.
+    # As pardist_3d: tensor parallelism of 2 on two ranks, and two pipeline stages of it on four.
     "3d": lambda **kwargs: HybridStrategy(pipeline_parallel_size="machine", tensor_parallel_size="machine", **kwargs),
     "single": lambda **kwargs: SingleDeviceStrategy(device="cpu"),
 }
-#: Batches of an epoch; a run is saved after one epoch and goes on for another.
+#: Batches per epoch; a run is saved after one epoch and resumes for another.
 STEPS = 2
 
 
 @contextmanager
 def whole_states(strategy: Any) -> Iterator[None]:
-    """States as one process has them, whatever form checkpoints are saved in."""
+    """Make state dicts complete and unsharded inside the block, whatever the strategy's checkpoint format."""
     checkpoints = getattr(strategy, "checkpoints", None)
     if checkpoints is None:
         yield
@@ -66,7 +66,7 @@ def whole_states(strategy: Any) -> Iterator[None]:
 
 
 class Record(Losses):
-    """Losses, and what a checkpoint put into the module and the optimizers before the first step."""
+    """Callback that records losses, and the module and optimizer states restored before the first step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,11 +95,11 @@ def run(
     optimizer: str = "adamw",
     **strategy_kwargs: Any,
 ) -> dict[str, Any]:
-    """Train up to ``epochs`` epochs in all, from a checkpoint if given, and save one if asked to."""
+    """Train up to ``epochs`` epochs in total, optionally from a checkpoint, and optionally save one."""
     torch.manual_seed(11)
     module = MODULES[module_name](optimizer=optimizer)
     if resume is not None:
-        # Nothing of the checkpoint may be there by itself.
+        # Shifted weights: all values must come from the checkpoint.
         with torch.no_grad():
             for param in module.parameters():
                 param.add_(1.0)

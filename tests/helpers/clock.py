@@ -1,4 +1,4 @@
-"""A simulated clock over the real action lists: idle time and kept activations of a schedule, without running it."""
+"""Simulated clock over the real action lists: idle time and live activations of a schedule, without running it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 from lightning_pardist.engines.pipeline import Action, ActionLists, Kind, TimedAction, Timeline
 from lightning_pardist.engines.pipeline.schedule import COMPUTES, needs_of
 
-#: A whole backward computes the gradients of inputs and those of parameters.
+#: A full backward computes the gradients of inputs and those of parameters.
 _DURATIONS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 
 
 def simulate(lists: ActionLists, cost: Callable[[Action], float] | None = None) -> Timeline:
-    """Let the ranks work through their lists, each action as soon as it can begin; messages take no time.
+    """Simulate the ranks' lists, starting each action as soon as its dependencies are met; messages take no time.
 
     Args:
         lists: A checked schedule.
-        cost: How long an action takes; forward and each half of backward 1 by default.
+        cost: Duration of an action; by default 1 for a forward and for each half of a backward.
     """
     cost = cost or (lambda action: _DURATIONS[action.kind])
     ended: dict[Action, float] = {}
@@ -43,7 +43,7 @@ def simulate(lists: ActionLists, cost: Callable[[Action], float] | None = None) 
 
 
 def peak_activations(timeline: Timeline, rank: int) -> int:
-    """The most forwards (micro-batches times chunks) whose backward is still to come, at any time on a rank."""
+    """Return the peak number of forwards (micro-batches times chunks) on a rank whose backward has not ended."""
     own = sorted((event for event in timeline.events if event.rank == rank), key=lambda event: event.begin)
     kept = peak = 0
     for event in own:

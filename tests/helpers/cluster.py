@@ -1,4 +1,4 @@
-"""What tests of launchers share: the script that they start, and what it tells when it has trained."""
+"""Helpers for tests of launchers: the script they start, and parsing of its output."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from tests.helpers.scripts import ROOT, run_script
 
 TRAIN = str(ROOT / "tests" / "scripts" / "cluster_train.py")
-#: One of every kind of parallelism.
+#: One of each kind of parallelism.
 STRATEGIES = ["pardist_ddp", "pardist_zero2", "pardist_zero3", "pardist_tp", "pardist_pp"]
 _LINE = re.compile(r"done (\S+) rank (\d+) of (\d+) on node (\d+) steps (\d+) (\w+) (\S+)")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """One rank's end of a training; ``weights`` is the sum of all of them, on the first rank."""
+    """Result of one rank's training; ``weights`` is the sum over all weights, on rank zero."""
 
     world_size: int
     node: int
@@ -28,7 +28,7 @@ class Ended:
 
 
 def ended(output: str, strategy: str = "pardist_ddp") -> dict[int, Ended]:
-    """The ranks that trained to the end with a strategy, by their number."""
+    """Return the results of the ranks that finished training with a strategy, by rank."""
     return {
         int(rank): Ended(int(size), int(node), int(steps), environment, float(weights))
         for name, rank, size, node, steps, environment, weights in _LINE.findall(output)
@@ -37,14 +37,14 @@ def ended(output: str, strategy: str = "pardist_ddp") -> dict[int, Ended]:
 
 
 def first(output: str, strategy: str = "pardist_ddp") -> Ended:
-    """The first rank's end, with the whole output in the message where there is none."""
+    """Return rank zero's result; if it is missing, fail with the whole output."""
     found = ended(output, strategy)
     assert 0 in found, output
     return found[0]
 
 
 def alone(**given: Any) -> Ended:
-    """What one process comes to with the same global batches."""
+    """Return the result of one process with the same global batches."""
     return _alone(json.dumps(given, sort_keys=True))
 
 

@@ -1,7 +1,7 @@
-"""A network with latency between hosts of tests/helpers/hosts.py, for kernels without netem: ``python delay.py ...``.
+"""Network with latency between hosts of tests/helpers/hosts.py, for kernels without netem: ``python delay.py ...``.
 
-Every host gets an ``eth0`` whose packets come here, are held back, and go on to the host that they are for. Run by
-:meth:`Hosts.connect_slowly`; prints a line when the network is there.
+Every host gets an ``eth0`` whose packets are read here, delayed, and written to the destination host. Run by
+:meth:`Hosts.connect_slowly`; prints a line when the network is up.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import time
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
-#: Large packets, so that this program has few of them to handle: on slow links those of Ethernet's jumbo frames.
+#: Large packets keep the packet rate of this program low; on slow links, the size of Ethernet's jumbo frames.
 _MTU, _FAST_MTU, _FAST_MBIT = 9_000, 60_000, 200
 _SMALL = 200
 _QUEUE_S = 1.0
 
 
 def main(delay_ms: float, mbit: float, hosts: list[str]) -> None:
-    """Pass packets on until the process is ended.
+    """Forward packets until the process is killed.
 
     Args:
-        delay_ms: How long a packet travels.
-        mbit: Rate at which a host can send; 0 for any.
-        hosts: ``NAMESPACE=ADDRESS/BITS``, one each.
+        delay_ms: One-way delay of a packet.
+        mbit: Send rate of a host; 0 for no limit.
+        hosts: ``NAMESPACE=ADDRESS/BITS`` of each host.
     """
     ends: dict[bytes, int] = {}
     for host in hosts:
@@ -43,7 +43,7 @@ def main(delay_ms: float, mbit: float, hosts: list[str]) -> None:
     count = 0
     while True:
         wait = max(0.0, flying[0][0] - time.monotonic()) if flying else 1.0
-        # Shorter sleeps than these are not to be had.
+        # select() cannot sleep for shorter times than these.
         for end in select.select(list(free_at), [], [], wait if wait > 1e-4 else 0.0)[0]:
             for packet in _read(end):
                 now = time.monotonic()
@@ -51,7 +51,7 @@ def main(delay_ms: float, mbit: float, hosts: list[str]) -> None:
                 if packet[0] >> 4 != 4 or target is None:
                     continue
                 took = len(packet) * 8e-6 / mbit if mbit else 0.0
-                # Fair queueing, which hosts have: acknowledgements do not stand in line behind the data.
+                # Models fair queueing, the hosts' default: small packets such as acknowledgements bypass queued data.
                 leaves = now + took if len(packet) < _SMALL else max(now, free_at[end]) + took
                 if leaves - now > _QUEUE_S:
                     continue
@@ -65,7 +65,7 @@ def main(delay_ms: float, mbit: float, hosts: list[str]) -> None:
 
 
 def _open(space: str, address: str, mtu: int) -> int:
-    """An ``eth0`` in a namespace, and the file that its packets come and go through."""
+    """Create an ``eth0`` in a namespace, and return the file descriptor of its packets."""
     libc = ctypes.CDLL(None, use_errno=True)
     subprocess.run(["ip", "-n", space, "link", "del", "eth0"], capture_output=True, check=False)
     with open(f"/run/netns/{space}") as namespace:

@@ -1,4 +1,4 @@
-"""The documentation's pages as tests see them: headings, links, code blocks, tables."""
+"""Parser of the documentation's pages for tests: headings, links, code blocks, tables."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _CODE = re.compile(r"`[^`\n]*`")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """Fenced code block.
 
     Attributes:
-        page: File that it stands in.
-        line: Of its first line of content.
-        language: What the fence says.
-        mark: Words of the ``<!-- test: ... -->`` in front of it.
+        page: File that contains it.
+        line: Number of its first line of content.
+        language: Language tag of the fence.
+        mark: Words of the preceding ``<!-- test: ... -->``.
         text: Its content, dedented.
     """
 
@@ -40,13 +40,13 @@ class Block:
     text: str
 
     def __str__(self) -> str:
-        """For the name of a test."""
+        """Return the id of a test of this block."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
 @dataclass
 class Page:
-    """One Markdown file, its fenced blocks apart from its prose."""
+    """One Markdown file, with fenced blocks separated from prose."""
 
     path: Path
     blocks: list[Block] = field(default_factory=list)
@@ -54,17 +54,17 @@ class Page:
 
     @property
     def text(self) -> str:
-        """The prose without code in backticks."""
+        """Prose without code in backticks."""
         return _CODE.sub("", "\n".join(self.prose))
 
     @property
     def links(self) -> list[str]:
-        """Targets of all links and pictures."""
+        """Targets of all links and images."""
         return _LINK.findall(self.text)
 
     @property
     def anchors(self) -> set[str]:
-        """What a link into this page may name: headings, and objects of the reference."""
+        """Valid anchors in this page: headings, and objects of the reference."""
         found: set[str] = set()
         for line in self.prose:
             if match := _HEADING.match(line):
@@ -74,7 +74,7 @@ class Page:
         return found | set(_IDENTIFIER.findall("\n".join(self.prose)))
 
     def table(self, first: str) -> list[list[str]]:
-        """Rows of all tables whose first column is called ``first``."""
+        """Return the rows of all tables whose first column is called ``first``."""
         rows: list[list[str]] = []
         inside = False
         for line in self.prose:
@@ -89,7 +89,7 @@ class Page:
 
 
 def slug(heading: str) -> str:
-    """A heading's anchor, as Python-Markdown makes it."""
+    """Return a heading's anchor as Python-Markdown generates it."""
     plain = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading)
     plain = re.sub(r"[^\w\s-]", "", plain).strip().lower()
     return re.sub(r"[-\s]+", "-", plain)
@@ -123,17 +123,17 @@ def read(path: Path) -> Page:
 
 
 def pages() -> list[Page]:
-    """Every page of the documentation, and the Markdown files at the top of the repository."""
+    """Return every page of the documentation, and the Markdown files at the top of the repository."""
     return [read(path) for path in sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])]
 
 
 def blocks(language: str) -> list[Block]:
-    """Every fenced block of one language."""
+    """Return every fenced block of one language."""
     return [block for page in pages() for block in page.blocks if block.language == language]
 
 
 def _strings(node: ast.AST) -> str:
-    """A string expression as text, ``\\0`` where values stand."""
+    """Return a string expression as text, with ``\\0`` in place of interpolated values."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -143,7 +143,7 @@ def _strings(node: ast.AST) -> str:
 
 @cache
 def messages() -> tuple[str, ...]:
-    """Every string of the package's source, with values left out."""
+    """Return every string of the package's source, with interpolated values left out."""
 
     def found() -> Iterator[str]:
         for path in sorted(PACKAGE.rglob("*.py")):
@@ -155,7 +155,7 @@ def messages() -> tuple[str, ...]:
 
 
 def is_printed(quoted: str) -> bool:
-    """Whether a message as the documentation quotes it, ``…`` for values, is one that the package prints."""
+    """Return whether the package prints a message that the documentation quotes with ``…`` for values."""
     pieces = [re.escape(piece.strip()) for piece in quoted.split("…") if piece.strip()]
     pattern = re.compile(".*?".join(pieces), re.DOTALL)
     return any(pattern.search(message) for message in messages())

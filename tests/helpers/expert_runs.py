@@ -1,4 +1,4 @@
-"""Runs of mixtures of experts on ranks, and what they are compared with."""
+"""Multi-rank runs of mixtures of experts, and comparisons with one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.runs import quiet_trainer
 
 
 def fit(strategy="auto", devices=1, ckpt_path=None, save=None, module=Mixture, **kwargs):
-    """Train a module on this rank, or on one process, and say what has come of it."""
+    """Train a module on this rank, or on one process, and return the results to compare."""
     module = module()
     strategy = strategy() if callable(strategy) else strategy
     trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **kwargs)
@@ -27,12 +27,12 @@ def fit(strategy="auto", devices=1, ckpt_path=None, save=None, module=Mixture, *
 
 @functools.cache
 def one_process(layer, **kwargs):
-    """What one process gives for a mixture of this kind of layers."""
+    """Return the results of one process for a mixture with this kind of layer."""
     return fit(module=functools.partial(Mixture, layer), **kwargs)
 
 
 def compare(found, wanted, share):
-    """Each rank's run is that of one process, with this share of the experts' parameters."""
+    """Check that each rank's results equal one process's, with this share of the expert parameters held."""
     for each in found:
         assert_close(each["weights"], wanted["weights"])
         assert_close(each["metrics"], wanted["metrics"])
@@ -41,22 +41,22 @@ def compare(found, wanted, share):
 
 
 def assert_trains_like_one_process(strategy, share, module=Mixture, ranks=4, **of_trainer):
-    """A strategy's ranks, each with a share of the experts' parameters, train as one process does."""
+    """Check that a strategy, each rank with a share of the expert parameters, trains as one process does."""
     found = run_ranks(ranks, functools.partial(fit, strategy, ranks, module=module, **of_trainer))
     compare(found, fit(module=module, **of_trainer), share)
 
 
-#: Of settings that make more of a step than a forward and a backward.
+#: Trainer arguments for gradient clipping and accumulation.
 BUSY = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 
 
 def busy_module(layer):
-    """A mixture, where it can be one with an expert that nothing goes to."""
+    """Return a mixture factory; for layers that support it, with an expert that receives no tokens."""
     return functools.partial(Mixture, layer, rare=layer in ("listed", "stacked"))
 
 
 def assert_checkpoints_go_round(strategies, module, folder):
-    """From one process through each strategy on four ranks, an epoch each, and back to one process."""
+    """Move a checkpoint from one process through each strategy on four ranks, an epoch each, and back."""
     path, epochs = folder / "1.ckpt", len(strategies) + 1
     fit(module=module, save=path, max_epochs=1)
     for epoch, strategy in enumerate(strategies, 2):
@@ -71,7 +71,7 @@ def assert_checkpoints_go_round(strategies, module, folder):
 
 
 def evaluate(layer, strategy="auto", devices=1):
-    """Metrics of validation, and predictions."""
+    """Return validation metrics, and predictions."""
     trainer = quiet_trainer(strategy=strategy() if callable(strategy) else strategy, devices=devices)
     module = Mixture(layer)
     metrics = trainer.validate(module, datamodule=Data(), verbose=False)[0]
@@ -79,12 +79,12 @@ def evaluate(layer, strategy="auto", devices=1):
 
 
 def assert_evaluates_like_one_process(layer, strategy, ranks=4):
-    """Data ranks have different numbers of batches, and take part in each other's."""
+    """Check evaluation with different numbers of batches per data-parallel rank."""
     wanted, results = evaluate(layer)
     found = run_ranks(ranks, evaluate, layer, strategy, ranks)
     for metrics, _ in found:
         assert_close(metrics, wanted)
-    # Whichever rank has a sample, its prediction is one process's, and no sample lacks one.
+    # Every sample has one process's prediction, whichever rank computes it, and none is missing.
     rows = torch.cat([batch for _, batches in found for batch in batches]).flatten(1)
     distance = torch.cdist(rows.double(), torch.cat(results).flatten(1).double())
     assert distance.min(1).values.max() < 1e-5

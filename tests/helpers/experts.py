@@ -1,4 +1,4 @@
-"""Mixtures of experts as people write them for one process."""
+"""Mixtures of experts written for one process, as in user code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
 
 class Expert(nn.Module):
-    """Two layers."""
+    """Two-layer perceptron."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Expert(nn.Module):
 
 
 class Listed(nn.Module):
-    """Experts in a list, called with the tokens that the router gives to each, if there are any."""
+    """Experts in a list, each called with its routed tokens, and skipped if there are none."""
 
     skips = True
 
@@ -53,7 +53,7 @@ class Listed(nn.Module):
 
 
 class Chain(Listed):
-    """Experts that refine each other's results: tokens of one cannot travel before the one before has run."""
+    """Experts that refine each other's results: an expert's tokens depend on the previous expert's output."""
 
     def forward(self, x):
         chosen = self.router(x).softmax(-1)
@@ -63,7 +63,7 @@ class Chain(Listed):
 
 
 class StackedExperts(nn.Module):
-    """Parameters of all experts in one tensor each, and a loop over those that are hit."""
+    """Experts with stacked parameters, and a loop over those that receive tokens."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class StackedExperts(nn.Module):
 
 
 class Stacked(nn.Module):
-    """A router, and experts that are stacked."""
+    """Router and stacked experts."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ class Stacked(nn.Module):
 
 
 class Dense(nn.Module):
-    """Every token goes to every expert, by einsum, in the module that has the router."""
+    """Dense mixture: every token is sent to every expert, by einsum, in the module that also contains the router."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ class Dense(nn.Module):
 
 
 class Scored(nn.Module):
-    """A block that returns its router's scores, of which the balance is taken outside."""
+    """Wrapper around a block that returns its router's scores; the balance loss is computed outside the block."""
 
     def __init__(self, block):
         super().__init__()
@@ -129,7 +129,7 @@ class Scored(nn.Module):
 
 
 class ListedBlock(Listed):
-    """A list of experts, and the scores of all tokens in one dim."""
+    """List of experts that also returns the scores of all tokens, flattened to one token dim."""
 
     def forward(self, x):
         out = super().forward(x)
@@ -138,7 +138,7 @@ class ListedBlock(Listed):
 
 
 class DenseBlock(Dense):
-    """Every token goes to every expert, and the scores come back."""
+    """Dense mixture that also returns the scores."""
 
     def forward(self, x):
         out = super().forward(x)
@@ -157,12 +157,12 @@ LAYERS = {
 
 
 def is_expert(name):
-    """Whether a parameter of :class:`Mixture` is one of experts."""
+    """Return whether a parameter of :class:`Mixture` belongs to an expert."""
     return ".experts." in name or name.endswith((".up", ".down"))
 
 
 class Mixture(pl.LightningModule):
-    """Two layers of experts between an embedding and a head."""
+    """Language model with two expert layers between an embedding and a head."""
 
     def __init__(self, layer="listed", dtype=torch.float32, rare=False, optimizer=ADAMW):
         super().__init__()
@@ -172,7 +172,7 @@ class Mixture(pl.LightningModule):
         self.layers = nn.ModuleList(LAYERS[layer]() for _ in range(2))
         self.head = nn.Linear(WIDTH, TOKENS)
         if rare:
-            # Nothing goes to one expert, on any rank.
+            # One expert receives no tokens, on any rank.
             for each in self.layers:
                 nn.init.constant_(each.router.bias[EXPERTS - 1 :], -100.0)
         self.to(dtype)
@@ -216,12 +216,12 @@ class Mixture(pl.LightningModule):
 
 
 def data(rows=24):
-    """Token ids."""
+    """Return a data set of token ids."""
     return TensorDataset(torch.randint(0, TOKENS, (rows, LENGTH), generator=torch.Generator().manual_seed(7)))
 
 
 class Data(pl.LightningDataModule):
-    """Global batches of four, of which each rank has its share."""
+    """Global batches of four, of which each rank loads its part."""
 
     def __init__(self, rows=24, val_rows=10):
         super().__init__()
@@ -238,7 +238,7 @@ class Data(pl.LightningDataModule):
     predict_dataloader = val_dataloader
 
 
-#: Of models of transformers.
+#: Sizes common to the models of transformers.
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -249,7 +249,7 @@ SIZES = {
 }
 _LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
-#: Family of transformers -> its configuration beside SIZES.
+#: Family of transformers -> its configuration in addition to SIZES.
 FAMILIES = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
@@ -265,7 +265,7 @@ FAMILIES = {
 
 
 def family_model(family, **settings):
-    """A small model of transformers with a loss, untrained."""
+    """Return a small, untrained causal language model of transformers."""
     transformers = importlib.import_module("transformers")
     config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | settings)
     return getattr(transformers, f"{family}ForCausalLM")(config)

@@ -1,7 +1,7 @@
-"""Ranks that share one GPU: every strategy on CUDA where there is a single device.
+"""Several ranks on one GPU, to test every strategy on CUDA with a single device.
 
-NCCL refuses two ranks on one device, gloo does not: it takes CUDA tensors and sends them through the host. What is
-compared so is correctness, streams and memory, never speed.
+NCCL refuses two ranks on one device; gloo accepts CUDA tensors and sends them through the host. Such runs compare
+correctness, streams and memory, never speed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 
 
 class SharedGPU(CUDAAccelerator):
-    """Any number of ranks, all of them on the first GPU, with matrix products and convolutions in full fp32."""
+    """Accelerator with any number of ranks on the first GPU, and fp32 matrix products and convolutions without TF32."""
 
     def setup_device(self, device: torch.device) -> None:
         super().setup_device(device)
@@ -35,5 +35,5 @@ class SharedGPU(CUDAAccelerator):
 
 
 def accelerator() -> Any:
-    """What runs train on: the CPU, or with PARDIST_TEST_DEVICE=gpu one GPU that all ranks share."""
+    """Return the accelerator of the runs: the CPU, or with PARDIST_TEST_DEVICE=gpu one GPU shared by all ranks."""
     return SharedGPU() if os.environ.get("PARDIST_TEST_DEVICE") == "gpu" else "cpu"

@@ -1,4 +1,4 @@
-"""Separate hosts on this machine: network namespaces with own names and addresses, joined by a switch."""
+"""Simulated hosts on this machine: network namespaces with their own names and addresses, connected by a switch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NETWORK = "10.99.0"
 
 
 def why_no_hosts() -> str | None:
-    """Why hosts cannot be made here, None if they can."""
+    """Return why hosts cannot be created here, None if they can."""
     missing = [program for program in ("ip", "nsenter", "unshare") if shutil.which(program) is None]
     if missing:
         return f"{', '.join(missing)} not installed (iproute2, util-linux)"
@@ -38,7 +38,7 @@ def why_no_hosts() -> str | None:
 
 
 class Hosts:
-    """``with Hosts(2) as hosts``: hosts ``h1`` and ``h2`` at 10.99.0.1 and 10.99.0.2; files are shared."""
+    """Context manager of simulated hosts: ``Hosts(2)`` makes h1 at 10.99.0.1 and h2 at 10.99.0.2; files are shared."""
 
     def __init__(self, count: int = 2) -> None:
         self.names = [f"h{index + 1}" for index in range(count)]
@@ -78,7 +78,7 @@ class Hosts:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def address(self, name: str) -> str:
-        """A host's number."""
+        """Return a host's IP address."""
         return f"{_NETWORK}.{self.names.index(name) + 1}"
 
     def start(self, name: str, *command: str, cwd: Path | None = None, **variables: str) -> Running:
@@ -102,7 +102,7 @@ class Hosts:
         return Running(process, output)
 
     def remote_shell(self) -> Path:
-        """A program that runs a command on a host as ``ssh`` does: ``PROGRAM HOST COMMAND...``."""
+        """Write a program that runs a command on a host like ``ssh``: ``PROGRAM HOST COMMAND...``; return its path."""
         script = self._folder / "shell"
         cases = ""
         for name in self.names:
@@ -119,7 +119,7 @@ class Hosts:
         return f'mount --bind {self._folder}/hosts /etc/hosts; hostname {name}; exec "$@"'
 
     def ranks(self, name: str) -> list[psutil.Process]:
-        """The processes of a host that torchrun's agent there has started."""
+        """Return the processes that torchrun's agent on a host has started."""
         found = []
         for pid in _pids(self._space(name)):
             with suppress(psutil.NoSuchProcess):
@@ -130,19 +130,19 @@ class Hosts:
         return found
 
     def kill(self, name: str) -> None:
-        """Switch a host off: everything that runs on it ends at once."""
+        """Kill everything that runs on a host, as if it were powered off."""
         _kill_all_in(self._space(name))
 
     def cut(self, name: str) -> None:
-        """Pull the cable: nothing arrives, and nobody is told."""
+        """Disconnect a host's link: packets are dropped, without any notification."""
         _ip("-n", self._space("sw"), "link", "set", f"p{name}", "down")
 
     def plug_in(self, name: str) -> None:
-        """Put the cable back."""
+        """Reconnect a host's link."""
         _ip("-n", self._space("sw"), "link", "set", f"p{name}", "up")
 
     def limit(self, rate: str | None) -> None:
-        """Let every host send and receive no faster than ``rate``, for example ``"100mbit"``; None: as it comes."""
+        """Limit every host's send and receive rate to ``rate``, for example ``"100mbit"``; None removes the limit."""
         links = [(name, "eth0") for name in self.names] + [("sw", f"p{name}") for name in self.names]
         for name, link in links:
             base = ["tc", "-n", self._space(name), "qdisc"]
@@ -152,11 +152,11 @@ class Hosts:
                 subprocess.run([*base, "add", "dev", link, "root", *shape], check=True)
 
     def connect_slowly(self, delay_ms: float, rate: str | None) -> None:
-        """Give the hosts another network, whose packets take time to arrive. Nothing may run on them.
+        """Replace the hosts' network by one with a delay. No processes may be running on them.
 
         Args:
-            delay_ms: One way.
-            rate: As :meth:`limit` takes it, in ``mbit`` or ``gbit``.
+            delay_ms: One-way delay.
+            rate: Rate as for :meth:`limit`, in ``mbit`` or ``gbit``.
         """
         units = {"mbit": 1, "gbit": 1000}
         mbit = int(rate[:-4]) * units[rate[-4:]] if rate else 0
@@ -175,7 +175,7 @@ class Hosts:
 
 
 class Running:
-    """A command on a host."""
+    """Command running on a host."""
 
     def __init__(self, process: subprocess.Popen[str], output: Path) -> None:
         self._process = process
@@ -183,20 +183,20 @@ class Running:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """Output so far."""
         return self._output.read_text()
 
     def has_ended(self) -> bool:
-        """Whether it is over."""
+        """Return whether the command has ended."""
         return self._process.poll() is not None
 
     def wait(self, timeout_s: float = 120.0) -> int:
-        """Wait for its end; the exit status."""
+        """Wait for the command to end, and return its exit status."""
         return self._process.wait(timeout=timeout_s)
 
 
 def _remove_those_of_the_dead() -> None:
-    """A test that was killed has not removed its hosts."""
+    """Remove the hosts of killed test processes."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     for line in listed.splitlines():
         space = line.split()[0]

@@ -1,4 +1,4 @@
-"""Training from which a worker goes, and the same by one process."""
+"""Parameter-server training that loses a worker, and its replay in one process."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def lose(
     timeout_s: float = 120.0,
     **variables: str,
 ) -> Finished:
-    """Run the script."""
+    """Run tests/scripts/lose.py."""
     script = str(ROOT / "tests" / "scripts" / "lose.py")
     arguments = (str(folder), str(workers + servers), fault, str(rank), str(staleness), str(servers))
     return run_script(script, *arguments, timeout_s=timeout_s, **variables)
 
 
 def samples_of(folder: Path, worker: int) -> list[dict[str, Any]]:
-    """The steps that a worker has begun with ``LOSE_SHARE``, and their samples."""
+    """Return the steps that a worker has started with ``LOSE_SHARE``, with their samples."""
     path = folder / f"samples{worker}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -43,7 +43,7 @@ def samples_of(folder: Path, worker: int) -> list[dict[str, Any]]:
 def replayed(
     folder: Path, *, begin: Path | None = None, workers: int = WORKERS, size: int | None = None, accumulate: int = 1
 ) -> dict[str, Any]:
-    """The same training by one process."""
+    """Replay the same training in one process, and return the parameters."""
     module = Module()
     optimizer = module.configure_optimizers()
     if begin is None:
@@ -69,7 +69,7 @@ def replayed(
 
 
 def _turns(steps: list[dict[str, Any]], epoch: int | None = None) -> dict[int, list[list[int]]]:
-    """Batches of each turn (from 1) of an epoch or of all, those that stand in for others left out."""
+    """Return the batches of each turn (from 1), of one epoch or of all, without batches that do not count."""
     turns: dict[int, list[list[int]]] = {}
     for step in steps:
         of_epoch = epoch in (None, step["epoch"])
@@ -79,24 +79,24 @@ def _turns(steps: list[dict[str, Any]], epoch: int | None = None) -> dict[int, l
 
 
 def check_replay(folder: Path, **more: Any) -> None:
-    """Compare weights with those of the replay."""
+    """Compare the final weights with those of the replay."""
     weights, want = torch.load(folder / "end.pt"), replayed(folder, **more)
     assert_close({name: weights[name] for name in want}, want, rtol=1e-12)
 
 
 def done(finished: Finished) -> dict[int, dict[str, Any]]:
-    """What ranks have found that came to the end."""
+    """Return the results of the ranks that finished."""
     lines = [line for line in finished.output.splitlines() if line.startswith("done")]
     return {(found := json.loads(line.removeprefix("done ")))["rank"]: found for line in lines}
 
 
 def told(finished: Finished) -> list[str]:
-    """Lines about workers that are gone."""
+    """Return the output lines about lost workers."""
     return [line for line in finished.output.splitlines() if "has gone after" in line]
 
 
 def trained(folder: Path, epoch: int) -> list[int]:
-    """With ``LOSE_SHARE``, samples of an epoch whose updates the first server has made, each as often as it did."""
+    """Return, with ``LOSE_SHARE``, the samples of an epoch in server zero's updates, each as often as it was used."""
     log = read_logs(folder / "updates")[0]
     turns = {worker: _turns(samples_of(folder, worker), epoch) for worker in log.workers}
     made = {(entry.worker, entry.turn) for entry in log.entries if entry.did == "update"}

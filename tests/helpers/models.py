@@ -1,4 +1,4 @@
-"""Modules as users write them, for the matrix; none of them knows anything of parallelism."""
+"""Plain Lightning modules for the test matrix, written without any regard to parallelism."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.helpers import experts
 
 
 def points(length: int) -> TensorDataset:
-    """Six numbers a sample, and the sine of their sum."""
+    """Return samples of six numbers, with the sine of their sum as target."""
     x = torch.randn(length, 6, generator=torch.Generator().manual_seed(3))
     return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
 
 class Base(pl.LightningModule):
-    """An optimizer by name, and the loss of every step recorded and logged."""
+    """Base module with an optimizer chosen by name, which records and logs the loss of every step."""
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Base(pl.LightningModule):
 
 
 class Classifier(Base):
-    """A small convolutional net (MNIST-like)."""
+    """Small convolutional network on MNIST-like images."""
 
     def __init__(self, **kwargs) -> None:
         super().__init__(**kwargs)
@@ -70,7 +70,7 @@ class Classifier(Base):
 
 
 class ParamGroups(Classifier):
-    """Two parameter groups and a scheduler."""
+    """Classifier with two parameter groups and a scheduler."""
 
     def configure_optimizers(self):
         decay = [p for p in self.parameters() if p.dim() > 1]
@@ -85,7 +85,7 @@ class ParamGroups(Classifier):
 
 
 class DeepParamGroups(ParamGroups):
-    """Eight layers and more, for as many stages."""
+    """ParamGroups with enough layers for eight stages or more."""
 
     def __init__(self, **kwargs) -> None:
         super().__init__(**kwargs)
@@ -95,9 +95,9 @@ class DeepParamGroups(ParamGroups):
 
 
 class BatchNormNet(Classifier):
-    """Batch normalisation (CIFAR-like), equal to one process with ``sync_batchnorm``.
+    """Network with batch normalisation, equal to one process with ``sync_batchnorm``.
 
-    No biases before the norms: their gradients are zero but for rounding, and noise has no relative error.
+    No biases before the norms: their exact gradients are zero, and rounding noise has no meaningful relative error.
     """
 
     def __init__(self, **kwargs) -> None:
@@ -113,7 +113,7 @@ class BatchNormNet(Classifier):
 
 
 class Gan(Base):
-    """Manual optimization, two optimizers, one of them toggled."""
+    """GAN with manual optimization and two optimizers, one of them toggled."""
 
     def __init__(self, **kwargs) -> None:
         super().__init__(**kwargs)
@@ -150,7 +150,7 @@ class Gan(Base):
 
 
 class Awkward(Base):
-    """Unused, step-dependent, shared, frozen, scalar and zero-sized parameters, a buffer that training reads."""
+    """Unused, step-dependent, shared, frozen, scalar and zero-sized parameters in one module."""
 
     def __init__(self, **kwargs) -> None:
         super().__init__(**kwargs)
@@ -174,7 +174,7 @@ class Awkward(Base):
 
 
 class LargeEmbedding(Base):
-    """Nearly all parameters in one embedding, with an odd number of rows."""
+    """Model with nearly all parameters in one embedding, with an odd number of rows."""
 
     def __init__(self, **kwargs) -> None:
         super().__init__(**kwargs)
@@ -195,7 +195,7 @@ class LargeEmbedding(Base):
 
 
 class Digits(DigitClassifier):
-    """The MNIST recipe."""
+    """MNIST recipe."""
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__(dropout=0.0)
@@ -210,7 +210,7 @@ class Digits(DigitClassifier):
 
 
 class Text(GPT):
-    """The GPT recipe: tied head, weight-decay groups, warmup and cosine."""
+    """GPT recipe: tied head, weight-decay groups, warmup and cosine."""
 
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(
@@ -224,7 +224,7 @@ class Text(GPT):
 
 
 class Photos(PhotoClassifier):
-    """The CIFAR recipe: torchvision's ResNet-18."""
+    """CIFAR recipe: torchvision's ResNet-18."""
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__(lr=0.01)
@@ -243,7 +243,7 @@ def _images(length: int, channels: int, size: int) -> TensorDataset:
 
 
 class Experts(Base):
-    """Experts in a list, and experts that are stacked."""
+    """Mixture of listed and stacked experts."""
 
     def __init__(self, **kwargs) -> None:
         super().__init__(**kwargs)

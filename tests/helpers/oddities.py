@@ -1,4 +1,4 @@
-"""Small modules, each with one habit that users have and that a planner may not expect."""
+"""Small modules, each with one user pattern that a parallelism planner may not expect."""
 
 import torch
 import torch.nn as nn
@@ -7,7 +7,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 
 class Base(nn.Module):
-    """A batch of inputs, targets of the same shape, and classes."""
+    """Base module with batches of inputs, targets of the same shape, and classes."""
 
     shape = (4, 6, 16)
 
@@ -33,7 +33,7 @@ class GradPenalty(Base):
 
 
 class TensorSizes(Base):
-    """Shapes computed with tensors, as `torch.div(length, 2, rounding_mode="trunc")` of two ints gives them."""
+    """Shapes computed with tensors, such as `torch.div(length, 2, rounding_mode="trunc")` of two ints."""
 
     def __init__(self):
         super().__init__()
@@ -184,7 +184,7 @@ class ALiBi(Base):
 
 
 class Interleaved(Base):
-    """q,k,v interleaved per head as GPT-NeoX"""
+    """Attention with q, k, v interleaved per head, as in GPT-NeoX."""
 
     def __init__(self):
         super().__init__()
@@ -267,7 +267,7 @@ class STE(Base):
 
 
 class Quant(Base):
-    """vector quantisation: argmin of distances, codebook lookup"""
+    """Vector quantisation: argmin of distances, then codebook lookup."""
 
     def __init__(self):
         super().__init__()
@@ -384,7 +384,7 @@ class Highway(Base):
 
 
 class Scaled(Base):
-    """learned per-channel scale, RMS over the split dim, max pooling over features"""
+    """Learned per-channel scale, RMS over the split dim, max pooling over features."""
 
     def __init__(self):
         super().__init__()
@@ -450,7 +450,7 @@ class InPlace(Base):
 
 
 class List(Base):
-    """parameters in ParameterList/Dict, gates by python control flow on values"""
+    """Parameters in ParameterList and ParameterDict, with Python control flow on values."""
 
     def __init__(self):
         super().__init__()
@@ -464,7 +464,7 @@ class List(Base):
 
 
 class TopK(Base):
-    """token routing with top-k, gather and scatter by index"""
+    """Token routing with top-k, and gather and scatter by index."""
 
     def __init__(self):
         super().__init__()
@@ -502,7 +502,7 @@ class SE(Base):
 
 
 class Tied(Base):
-    """auto-encoder with transposed tied weight"""
+    """Auto-encoder with a transposed tied weight."""
 
     def __init__(self):
         super().__init__()
@@ -605,7 +605,7 @@ class Teacher(Base):
 
 
 class Assigned(Base):
-    """A teacher that follows, and weights that are clipped, by ``p.data = ...`` inside of the step."""
+    """EMA teacher, and weight clipping, by ``p.data = ...`` inside the step."""
 
     def __init__(self):
         super().__init__()

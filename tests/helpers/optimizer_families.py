@@ -1,4 +1,4 @@
-"""Optimizers of torch's own table of tests, with every set of hyperparameters there, and some of PyPI."""
+"""Optimizers of torch's own table of tests with every set of hyperparameters there, and some from PyPI."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Make = Callable[..., Optimizer]
 
 @functools.cache
 def families() -> dict[str, dict[str, Make]]:
-    """By family (a class, as a row of a table names it) and set of hyperparameters, what makes the optimizer."""
+    """Return factories of optimizers by family (a class, one row of a table) and set of hyperparameters."""
     found = _torch() | _pypi()
     return {name: {f"{name}: {about}": make for about, make in sets.items()} for name, sets in found.items()}
 
 
 def all_makers() -> dict[str, Make]:
-    """Every set of hyperparameters of every family by its name, ``family: set``."""
+    """Return the factory of every set of hyperparameters of every family by its name, ``family: set``."""
     return {name: make for sets in families().values() for name, make in sets.items()}
 
 
 def _torch() -> dict[str, dict[str, Make]]:
-    """torch's table; empty without ``expecttest``, which the table's module imports."""
+    """Return torch's table; empty without ``expecttest``, which the table's module imports."""
     if importlib.util.find_spec("expecttest") is None:
         return {}
     from torch.testing._internal import common_optimizers as table
@@ -35,7 +35,7 @@ def _torch() -> dict[str, dict[str, Make]]:
         makers = found[info.optim_cls.__name__] = {}
         given = table._get_optim_inputs_including_global_cliquey_kwargs(torch.device("cpu"), torch.float64, info)
         for entry in given:
-            # A step that is differentiated through writes to leaves, which autograd refuses on one process as well.
+            # A differentiable step writes to leaves, which autograd refuses on one process as well.
             if not entry.kwargs.get("differentiable"):
                 makers[entry.desc] = functools.partial(_made, info.optim_cls, entry.kwargs)
         if "foreach" in info.supported_impls:
@@ -83,7 +83,7 @@ _PYTORCH_OPTIMIZER = {
 
 
 def _made(cls: type[Optimizer], settings: dict, params) -> Optimizer:
-    """Of matrices alone, where a class takes nothing else."""
+    """Make an optimizer; torch's Muon, which accepts only matrices, gets only those."""
     settings = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
     params = list(params)
     if cls is torch.optim.Muon:
@@ -92,14 +92,14 @@ def _made(cls: type[Optimizer], settings: dict, params) -> Optimizer:
 
 
 def _in_two_groups(cls: type[Optimizer], settings: dict, params) -> Optimizer:
-    """Matrices in a group that says so, and the rest in another."""
+    """Make an optimizer with the matrices in a ``use_muon`` group and the rest in another."""
     params = list(params)
     groups = [{"params": [p for p in params if (p.dim() == 2) is flag], "use_muon": flag} for flag in (True, False)]
     return cls(groups, **settings)
 
 
 def _training(cls: type[Optimizer], settings: dict, params) -> Optimizer:
-    """One that has to be told that training begins."""
+    """Make a schedule-free optimizer and switch it to training mode."""
     optimizer = _made(cls, settings, params)
     optimizer.train()
     return optimizer

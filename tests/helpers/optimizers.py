@@ -1,4 +1,4 @@
-"""Optimizers of every kind, torch's own and as users write them, and a module that trains with any of them."""
+"""Optimizers of every kind, torch's own and user-defined, and modules that train with any of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.models import MODULES, Base, points
 
 
 class Own(Optimizer):
-    """A user's optimizer: ``update`` of every group, after the closure."""
+    """User-defined optimizer: runs the closure, then ``update``."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -28,14 +28,14 @@ class Own(Optimizer):
 
 
 class Shampoo(Own):
-    """Preconditions every dim by the inverse root of a sum of squares (arXiv 1802.09568), momentum in its groups."""
+    """Shampoo: inverse roots of second-moment factors per dim (arXiv 1802.09568), with a step count in its groups."""
 
     def __init__(self, params, lr=0.05, eps=1e-2):
         super().__init__(params, {"lr": lr, "eps": eps, "count": 0})
 
     def update(self):
         for group in self.param_groups:
-            # Counted in the group, as some do: it must count steps, however many calls a step takes.
+            # The count in the group must count steps, however many calls of ``update`` a step takes.
             group["count"] += 1
             for p in group["params"]:
                 if p.grad is None:
@@ -58,7 +58,7 @@ class Shampoo(Own):
 
 
 class Lamb(Own):
-    """Adam's update by the ratio of norms of values and update (arXiv 1904.00962)."""
+    """LAMB: Adam's update scaled by the ratio of parameter norm and update norm (arXiv 1904.00962)."""
 
     def __init__(self, params, lr=0.02, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.01):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -81,7 +81,7 @@ class Lamb(Own):
 
 
 class MuonAndAdam(Own):
-    """One optimizer whose groups say what becomes of them: orthogonalized momentum, also of stacks, or Adam."""
+    """Optimizer with per-group rules: orthogonalized momentum, also of stacked matrices, or Adam."""
 
     def __init__(self, params, lr=0.02):
         matrices, others = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
@@ -111,7 +111,7 @@ class MuonAndAdam(Own):
 
 
 class Lion(Own):
-    """Sign of an interpolated momentum (arXiv 2302.06675), smoothed: a sign turns rounding into steps."""
+    """Lion (arXiv 2302.06675) with tanh in place of sign, which would turn rounding noise into steps."""
 
     def __init__(self, params, lr=0.02):
         super().__init__(params, {"lr": lr})
@@ -126,7 +126,7 @@ class Lion(Own):
 
 
 class NormOfAll(Own):
-    """Divides by a norm over all of its parameters."""
+    """Optimizer that divides by the gradient norm over all of its parameters."""
 
     def __init__(self, params, lr=0.05):
         super().__init__(params, {"lr": lr})
@@ -141,7 +141,7 @@ class NormOfAll(Own):
 
 
 def matrices(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """An optimizer of the matrices alone."""
+    """Restrict an optimizer to matrices."""
 
     def of_matrices(params, **kwargs: Any) -> Optimizer:
         return make([param for param in params if param.dim() == 2], **kwargs)
@@ -156,7 +156,7 @@ def _adafactor_of_transformers(params, **kwargs: Any) -> Optimizer:
 
 
 _T = torch.optim
-#: What each makes from parameters. A large eps where there is one: a tiny one turns rounding noise into full steps.
+#: Optimizer factories. A large eps where there is one: a tiny one turns rounding noise into full steps.
 ELEMENTWISE: dict[str, Callable[..., Optimizer]] = {
     "Adadelta": functools.partial(_T.Adadelta, lr=0.5, eps=1e-3),
     "Adadelta decayed": functools.partial(_T.Adadelta, lr=0.5, eps=1e-3, weight_decay=0.1, rho=0.8),
@@ -193,7 +193,7 @@ PER_TENSOR: dict[str, Callable[..., Optimizer]] = {
 }
 JOINT: dict[str, Callable[..., Optimizer]] = {
     "LBFGS": functools.partial(_T.LBFGS, lr=0.1, max_iter=3),
-    # Decides by the loss, which has to be that of all ranks' samples.
+    # Its line search depends on the loss, which must be that of all ranks' samples.
     "LBFGS line search": functools.partial(_T.LBFGS, lr=0.5, max_iter=2, line_search_fn="strong_wolfe"),
     "Norm of all (user's)": NormOfAll,
 }
@@ -201,7 +201,7 @@ ALL = ELEMENTWISE | PER_TENSOR | JOINT
 
 
 def maker(name: str) -> Callable[..., Optimizer]:
-    """What makes the optimizer of a name of this file, or of one of :mod:`tests.helpers.optimizer_families`."""
+    """Return the factory of an optimizer of this file or of :mod:`tests.helpers.optimizer_families`."""
     if name in ALL:
         return ALL[name]
     from tests.helpers.optimizer_families import all_makers
@@ -210,7 +210,7 @@ def maker(name: str) -> Callable[..., Optimizer]:
 
 
 class Stack(nn.Module):
-    """Two matrices in one tensor, as experts are held; both see every sample."""
+    """Two matrices stacked in one parameter, like experts; both are applied to every sample."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -221,13 +221,13 @@ class Stack(nn.Module):
 
 
 class Trained(Base):
-    """Matrices of several shapes, vectors and a stack of matrices, in a chain that every strategy can cut.
+    """Chain of matrices of several shapes, vectors and a stack of matrices that every strategy can split.
 
-    Where the optimizer takes matrices alone, what else there is is frozen.
+    Parameters that the optimizer does not take are frozen.
 
     Args:
-        name: Of the optimizer.
-        **kwargs: ``schedule`` halves learning rates after every step.
+        name: Name of the optimizer.
+        schedule: Whether to multiply learning rates by 0.8 after every step.
     """
 
     def __init__(self, name: str, schedule: bool = False) -> None:
@@ -260,7 +260,7 @@ class Trained(Base):
 
 
 class Beside(nn.Module):
-    """A linear layer's results beside those of the layers before it, which see the same."""
+    """Linear layer that concatenates its output to those of the layers before it, which share its input."""
 
     def __init__(self, size: int, results: int) -> None:
         super().__init__()
@@ -272,9 +272,9 @@ class Beside(nn.Module):
 
 
 class Convex(Trained):
-    """Linear layers of small weights, a loss with one minimum: what converges to it does not amplify rounding.
+    """Linear layers under a strongly convex loss: convergence to its only minimum does not amplify rounding.
 
-    LBFGS's step size of 1 and its line search do where a loss is not convex, on one process as well.
+    LBFGS with a step size of 1 and its line search amplify rounding if a loss is not convex, on one process as well.
     """
 
     def __init__(self, name: str, schedule: bool = False) -> None:
@@ -291,7 +291,7 @@ class Convex(Trained):
 
 
 class Looked(Trained):
-    """An embedding of sparse gradients, and a chain of layers behind it that SparseAdam does not take: frozen."""
+    """Embedding with sparse gradients, followed by a chain of frozen layers, which SparseAdam does not support."""
 
     def __init__(self, name: str, schedule: bool = False) -> None:
         super().__init__(name, schedule)
@@ -300,7 +300,7 @@ class Looked(Trained):
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        # A number for each of the signs of a sample's features.
+        # One id for each combination of signs of a sample's features.
         ids = (x > 0).long() @ 2 ** torch.arange(6, device=x.device)
         return self.note(F.mse_loss(self.layers(self.embed(ids)), y.to(self.dtype)))
 
@@ -309,5 +309,5 @@ class Looked(Trained):
         return super().configure_optimizers()
 
 
-#: For what makes modules by name; its ``optimizer`` is a name of this file.
+#: Registered by name for modules made by name; its ``optimizer`` is a name of this file.
 MODULES["trained_by"] = lambda optimizer: Trained(optimizer)

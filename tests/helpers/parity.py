@@ -1,4 +1,4 @@
-"""Compare a run on several ranks with the same run on one process."""
+"""Comparison of a multi-rank run with the same run on one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ RTOL = 1e-5
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = RTOL) -> None:
-    """Every tensor within ``rtol`` of the largest magnitude of its counterpart (or of 1e-3, for tensors of zeros)."""
+    """Check that every tensor is within ``rtol`` of its counterpart's largest magnitude (at least 1e-3)."""
     assert actual.keys() == expected.keys()
     worst = []
     for name, want in expected.items():
@@ -27,5 +27,5 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: f
 
 
 def snapshot(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Detached copies of parameters and buffers."""
+    """Return detached copies of parameters and buffers."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}

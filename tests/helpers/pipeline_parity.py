@@ -1,4 +1,4 @@
-"""Train a model of the zoo as a pipeline and in one process, and compare everything."""
+"""Parity check: train a model of the zoo as a pipeline and in one process, and compare everything."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One parity run."""
+    """Settings of one parity run."""
 
     model: str
     schedule: str = "1f1b"
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What training left behind."""
+    """Results of a training run."""
 
     losses: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
@@ -57,7 +57,7 @@ def make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Opt
 
 
 def batches_of(case: Case) -> list[Any]:
-    """The batches of a run, from a generator of their own."""
+    """Return the batches of a run, from a fixed seed."""
     model, _ = make(case.model, 2)
     torch.manual_seed(100)
     sizes = [case.batch_size] * (STEPS * case.accumulate)
@@ -67,7 +67,7 @@ def batches_of(case: Case) -> list[Any]:
 
 
 def train_alone(case: Case, counts: list[int]) -> Outcome:
-    """One process, the same micro-batches one after the other: batch norm sees what it sees in the pipeline."""
+    """Train in one process on the same micro-batches in sequence, for the same batch norm inputs as in the pipeline."""
     model, _ = make(case.model, case.batch_size)
     optimizer = make_optimizer(case.optimizer, list(model.parameters()))
     losses = []
@@ -91,7 +91,7 @@ def train_alone(case: Case, counts: list[int]) -> Outcome:
 
 
 def train_as_pipeline(case: Case) -> tuple[Outcome, list[int], int]:
-    """On every rank: the outcome (state on rank 0), micro-batches of each step, bytes freed here."""
+    """Train on every rank; return the outcome with complete state, micro-batches of each step, and bytes freed here."""
     model, batch = make(case.model, case.batch_size)
     sample = split_batch(batch, case.num_microbatches)[0].value
     recorded = record_step(model, model.training_step, sample)
@@ -125,7 +125,7 @@ def train_as_pipeline(case: Case) -> tuple[Outcome, list[int], int]:
 
 
 def whole_state(placement: Placement) -> dict[str, Any]:
-    """The module's state from the ranks that answer for its entries. Collective over the pipeline."""
+    """Return the module's state, each entry from its owner rank. Collective over the pipeline."""
     state = placement.module.state_dict()
     own = {name: value for name, value in state.items() if placement.owner_of(name) == placement.rank}
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -134,7 +134,7 @@ def whole_state(placement: Placement) -> dict[str, Any]:
 
 
 def assert_parity(case: Case) -> dict[str, Any]:
-    """Run on every rank: compare with one process; what is worth a further look."""
+    """Compare a pipeline with one process; runs on every rank, and returns values for further checks."""
     torch.manual_seed(0)
     piped, counts, freed = train_as_pipeline(case)
     alone = train_alone(case, counts)
@@ -152,11 +152,11 @@ def assert_parity(case: Case) -> dict[str, Any]:
 
 
 def compare(case: Case, name: str, mine: torch.Tensor, other: torch.Tensor) -> None:
-    """Equal to 1e-5 of the tensor's largest entry."""
+    """Check equality to 1e-5 of the tensor's largest entry."""
     size = float(other.abs().max()) if other.numel() else 0.0
     torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5 * max(size, 1e-2), msg=lambda m: f"{case} {name}: {m}")
 
 
 def assert_parity_of_all(cases: list[Case]) -> list[dict[str, Any]]:
-    """Several cases in one call."""
+    """Check several cases in one call."""
     return [assert_parity(case) for case in cases]

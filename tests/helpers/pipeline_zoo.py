@@ -1,4 +1,4 @@
-"""Small foreign models for the pipeline: each with the habits of its kind, none written for being split."""
+"""Small third-party-style models for the pipeline, each with patterns typical of its kind, none written to be split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block that takes a mask and hands back a tuple."""
+    """Pre-norm transformer block that takes a mask and returns a tuple."""
 
     def __init__(self, width: int = WIDTH, heads: int = 2, causal: bool = True) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tied embedding and head, a position table owned by the root, loss outside of the model."""
+    """Tied embedding and head, a position table owned by the root, loss computed outside the model."""
 
     def __init__(self, layers: int = 4, vocab: int = 23, length: int = 6) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class GPT(nn.Module):
 
 
 class CheckpointedGPT(GPT):
-    """Activation checkpointing over pairs of blocks, so that a cut falls inside of a checkpointed piece."""
+    """Activation checkpointing over pairs of blocks, which puts a stage boundary inside a checkpointed region."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.wte(tokens) + self.positions[: tokens.shape[1]]
@@ -89,9 +89,9 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Batch norm, activations in place between units, a dict with more than the loss returned.
+    """Batch norm, in-place activations between units, a returned dict with more than the loss.
 
-    No biases before the norms: their gradients are zero but for rounding, and noise has no relative error.
+    No biases before the norms: their exact gradients are zero, and rounding noise has no meaningful relative error.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class ResNet(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Every decoder block reads the encoder's output and a padding mask, and returns a dict."""
+    """Encoder-decoder: every decoder block reads the encoder's output and a padding mask, and returns a dict."""
 
     class Decoder(nn.Module):
         def __init__(self) -> None:
@@ -163,7 +163,7 @@ class EncoderDecoder(nn.Module):
 
 
 class UNet(nn.Module):
-    """Skips over several stages, single layers as units, upsampling between them."""
+    """U-Net with skip connections over several stages, single layers as units, upsampling between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class UNet(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed experts with data-dependent shapes inside; the balance loss is left in an attribute."""
+    """Routed experts with data-dependent shapes inside; the balance loss is stored in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class MixtureOfExperts(nn.Module):
 
 @dataclass
 class Sentences:
-    """A batch class of the user's own."""
+    """User-defined batch class."""
 
     tokens: Tensor
     lengths: Tensor
@@ -243,7 +243,7 @@ class Sentences:
 
 
 class Tagger(nn.Module):
-    """Packed sequences between units; the loss counts tokens, not samples."""
+    """Tagger with packed sequences between units; the loss is a mean over tokens, not samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class ModelOutput:
 
 
 class Classifier(nn.Module):
-    """The loss inside of the model, a dataclass as output, a class token, a block used three times, a frozen layer."""
+    """The loss inside the model, a dataclass as output, a class token, a block used three times, a frozen layer."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -330,7 +330,7 @@ ZOO: dict[str, Callable[[], Any]] = {
 
 
 def count_tokens(batch: Any) -> float:
-    """How much of a batch's mean loss a part of it makes up."""
+    """Return the weight of a micro-batch in the mean loss of its batch."""
     if isinstance(batch, Sentences):
         return float((batch.tags != -100).sum())
     if isinstance(batch, dict) and "target" in batch:
@@ -340,7 +340,7 @@ def count_tokens(batch: Any) -> float:
 
 
 def make(name: str, size: int, seed: int = 0) -> tuple[Any, Any]:
-    """A model in training mode and a batch, both the same for the same seed."""
+    """Return a model in training mode and a batch, both deterministic in the seed."""
     torch.manual_seed(seed)
     model = ZOO[name]()
     model.train()

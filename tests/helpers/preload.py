@@ -1,4 +1,4 @@
-"""What the server that ranks are forked from imports, once a session. Imports alone: no thread, no tensor."""
+"""Imports of the fork server that ranks are started from, once per session. Must start no thread and make no tensor."""
 
 import lightning_pardist
 import lightning_pardist.registry

@@ -1,8 +1,8 @@
 """Run functions on N ranks that are started once per test session.
 
-Imports cost seconds; a rank forked from a server that has made them costs milliseconds. There is a pool of ranks for
-each world size, each rank keeps its gloo process group between calls, and a call that fails, hangs or leaves something
-behind throws the pool away, so that one test cannot spoil the next.
+Imports take seconds; forking a rank from a server that has made them takes milliseconds. There is one pool of ranks
+per world size, each rank keeps its gloo process group between calls, and a call that fails, hangs or leaves too many
+threads discards the pool: one test cannot affect the next.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from torch.distributed import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DEFAULT_TIMEOUT_S = 120.0
-#: Threads of a rank from which on its pool is not used again: gloo has three for each group, which stay with the meshes
-#: that runs keep, and one of them wakes a hundred times a second.
+#: Thread count of a rank from which on its pool is discarded: gloo runs three threads per group, which persist with
+#: the meshes that runs keep, and one of them wakes a hundred times a second.
 _CROWDED = 60
-#: Seconds after which a pool of another size is closed: its threads wake all the same, and new ranks start in 0.2 s.
+#: Idle seconds after which a pool of another size is closed: its threads keep waking, and new ranks start in 0.2 s.
 _IDLE_S = 5.0
 
-#: Modules that the server imports which ranks are forked from; who has more to import adds to it before the first pool.
+#: Modules imported by the fork server; further ones must be added before the first pool starts.
 PRELOAD = ["tests.helpers.preload"]
 
 _pools: dict[int, RankPool] = {}
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or did not answer in time; the message holds every rank's report."""
+    """Failure of a rank that raised, died or timed out; the message contains every rank's report."""
 
 
 class RankPool:
-    """``world_size`` processes joined in one gloo group, answering calls until closed."""
+    """Pool of ``world_size`` processes in one gloo group that execute calls until closed."""
 
     def __init__(self, world_size: int, start_method: str = "forkserver") -> None:
         self.world_size = world_size
@@ -52,7 +52,7 @@ class RankPool:
         context = mp.get_context(start_method)
         if start_method == "forkserver":
             context.set_forkserver_preload(PRELOAD)
-        # Listens from here on: a port that is only found free may be somebody else's when a rank takes it.
+        # The store binds its port here: a port that is only probed may be taken before a rank binds it.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port
         self.inboxes = [context.Queue() for _ in range(world_size)]
@@ -65,8 +65,8 @@ class RankPool:
             process.start()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
-        """Call ``function(*args)`` on every rank; the results by rank."""
-        # Pickled here, so that an argument that cannot travel fails in the test and not in a queue's thread.
+        """Call ``function(*args)`` on every rank, and return the results by rank."""
+        # Pickled here: an argument that cannot be pickled then fails in the test, not in a queue's thread.
         payload = pickle.dumps((function, args))
         for inbox in self.inboxes:
             inbox.put(payload)
@@ -77,7 +77,7 @@ class RankPool:
                 rank, good, result, threads = self.outbox.get(timeout=0.2)
                 answers[rank] = (good, result, threads)
                 if not good:
-                    # The others may wait for this rank in a collective: give them a moment to report, not more.
+                    # The others may be blocked in a collective with this rank: give them a few seconds to report.
                     deadline = min(deadline, time.monotonic() + 5.0)
                 continue
             except queue.Empty:
@@ -102,7 +102,7 @@ class RankPool:
         raise RankFailed(f"{getattr(function, '__name__', function)} on {self.world_size} ranks:\n" + "\n".join(report))
 
     def close(self, kill: bool = False) -> None:
-        """End the processes, at once or after they have answered."""
+        """End the processes, by killing them or after their current call."""
         if _pools.get(self.world_size) is self:
             del _pools[self.world_size]
         for inbox, process in zip(self.inboxes, self.processes, strict=True):
@@ -122,19 +122,19 @@ class RankPool:
 
 @functools.cache
 def cpu_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """A mesh, made once a rank: every new one leaves process groups and their threads behind. Collective."""
+    """Return a mesh, created once per rank: every new one adds process groups and threads. Collective."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> list[Any]:
-    """Call a module-level ``function(*args)`` on ``world_size`` gloo ranks; returns the results by rank.
+    """Call a module-level ``function(*args)`` on ``world_size`` gloo ranks, and return the results by rank.
 
     The default process group exists when the function runs; the RNG is seeded with 0 on every rank.
 
     Raises:
-        RankFailed: With the traceback of every rank that raised, and what became of the others.
+        RankFailed: With the traceback of every rank that raised, and the status of the others.
     """
     for other in list(_pools.values()):
         if other.world_size != world_size and time.monotonic() - other.used_at > _IDLE_S:
@@ -151,10 +151,10 @@ def run_ranks(
 def run_fresh_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> list[Any]:
-    """:func:`run_ranks` on processes that have done nothing else and end afterwards: for measuring memory.
+    """Like :func:`run_ranks`, but on fresh processes that exit afterwards: for measuring memory.
 
     Raises:
-        RankFailed: As :func:`run_ranks`.
+        RankFailed: As for :func:`run_ranks`.
     """
     pool = RankPool(world_size, start_method="spawn")
     try:
@@ -164,7 +164,7 @@ def run_fresh_ranks(
 
 
 def close_pools() -> None:
-    """End every pool."""
+    """Close every pool."""
     for pool in list(_pools.values()):
         pool.close()
 
@@ -173,20 +173,20 @@ atexit.register(close_pools)
 
 
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
+    """Return a TCP port on loopback that was free at the time of the call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _threads() -> int:
-    """Threads of this process, those of libraries included where the system shows them."""
+    """Return the number of threads of this process, including those of libraries if the system shows them."""
     tasks = "/proc/self/task"
     return len(os.listdir(tasks)) if os.path.isdir(tasks) else threading.active_count()
 
 
 def _leave_with(parent: int) -> None:
-    """A pytest that is killed takes its ranks along."""
+    """Exit when the parent process is gone, so that ranks do not outlive a killed pytest."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -196,7 +196,7 @@ def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> No
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        # A seed that the first test had set when the server of all ranks was started.
+        # Drop a seed that the first test had set before the fork server started.
         os.environ.pop(name, None)
     threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
     import lightning_pardist  # noqa: F401  (first, as users are told to)
@@ -218,7 +218,7 @@ def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> No
         except BaseException:
             good, result = False, traceback.format_exc()
         make_whole()
-        # A seed that one test has set (PL_GLOBAL_SEED) is every later Trainer's seed.
+        # A seed set by one test (PL_GLOBAL_SEED) would otherwise apply to every later Trainer.
         os.environ.clear()
         os.environ.update(environment)
         outbox.put((rank, good, result, _threads()))

@@ -20,7 +20,7 @@ BATCH = 12  # global: divides by 1, 2, 3 and 4 ranks
 
 
 def quiet_trainer(**kwargs: Any) -> pl.Trainer:
-    """A Trainer without files, bars and tables, on :func:`~tests.helpers.gpu.accelerator`."""
+    """Return a Trainer without files, progress bars and tables, on :func:`~tests.helpers.gpu.accelerator`."""
     defaults: dict[str, Any] = {
         "accelerator": accelerator(),
         "logger": False,
@@ -34,7 +34,7 @@ def quiet_trainer(**kwargs: Any) -> pl.Trainer:
 
 
 class Losses(pl.Callback):
-    """Records the loss of every batch on this rank, and at the end what a checkpoint would hold of the optimizers."""
+    """Callback that records this rank's loss of every batch, and the final optimizer state as checkpoints store it."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -49,7 +49,7 @@ class Losses(pl.Callback):
 
 
 class Data(pl.LightningDataModule):
-    """Sequential global batches; ranks take their share by the strategy's own sampler arguments."""
+    """Sequential global batches; ranks take their part by the strategy's own sampler arguments."""
 
     def __init__(self, dataset: Dataset, global_batch: int = BATCH) -> None:
         super().__init__()
@@ -69,9 +69,9 @@ def train(
     module_kwargs: dict,
     trainer_kwargs: dict,
 ) -> dict[str, Any]:
-    """Train and return what can be compared, on the host: global losses, weights, optimizer state, logged metrics.
+    """Train and return comparable results on the CPU: global losses, weights, optimizer state, logged metrics.
 
-    Ranks that only serve have no losses.
+    Dedicated server ranks have no losses.
     """
     torch.manual_seed(11)
     module = MODULES[module_name](**module_kwargs)
@@ -95,7 +95,7 @@ def train(
 
 
 def global_losses(losses: list[Tensor], devices: int) -> Tensor:
-    """The losses of global batches: every rank saw its own samples. Collective over the world, if there is one."""
+    """Return the losses of global batches as means over ranks. Collective over the world if there are several ranks."""
     of_steps = torch.stack(losses)
     if devices > 1:
         dist.all_reduce(of_steps)

@@ -1,4 +1,4 @@
-"""Run a script as a user would, in processes of its own."""
+"""Run a script as a user would, in separate processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
-#: For programs that tests start: they find this checkout, use one thread, and do without packages that they do not need
-#: and that take as long to import as all others.
+#: Variables for programs that tests start: they import this checkout, use one thread, and hide optional packages
+#: whose import takes as long as all others together.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers" / "without_extras")]),
@@ -23,7 +23,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Finished:
-    """What became of a script; ``ended`` is the time of day."""
+    """Result of a script; ``ended`` is the wall-clock time of its end."""
 
     code: int
     output: str
@@ -33,7 +33,7 @@ class Finished:
 
 
 def run_script(*arguments: str, timeout_s: float = 120.0, **variables: str) -> Finished:
-    """Run ``python ARGUMENTS`` and report its exit code, output and the processes that it left behind."""
+    """Run ``python ARGUMENTS``, and return its exit code, output and leftover processes."""
     mark = f"pardist-test-{os.getpid()}-{time.monotonic_ns()}"
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
     environment |= ENVIRONMENT | {"PARDIST_TEST_MARK": mark} | variables
@@ -52,7 +52,7 @@ def run_script(*arguments: str, timeout_s: float = 120.0, **variables: str) -> F
         output = late.output.decode(errors="replace") if isinstance(late.output, bytes) else late.output
         raise AssertionError(f"{arguments} has not ended within {timeout_s:g} s:\n{output}") from late
     seconds, ended = time.monotonic() - started, time.time()
-    # A process may need a moment to be gone once the first one has ended.
+    # Child processes may take a moment to exit after the main one.
     deadline = time.monotonic() + 10
     while (left := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)

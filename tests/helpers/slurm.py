@@ -1,4 +1,4 @@
-"""A real SLURM of several nodes on this machine, for as long as a test module runs."""
+"""Real SLURM cluster of several nodes on this machine, for the duration of a test module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.ranks import free_port
 from tests.helpers.scripts import ENVIRONMENT, Finished
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "unshare")
-#: A file in the cluster's folder with the process id of the test.
+#: File in the cluster's folder with the process id of the test.
 _OWNER = "owner"
 _CONFIG = """\
 ClusterName=pardist
@@ -56,7 +56,7 @@ PartitionName=main Nodes=ALL Default=YES OverSubscribe=FORCE:4 MaxTime=INFINITE 
 
 
 def why_no_slurm() -> str | None:
-    """Why a cluster cannot be started here, None if it can."""
+    """Return why a cluster cannot be started here, None if it can."""
     missing = [program for program in _PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"SLURM is not installed ({', '.join(missing)} missing)"
@@ -67,14 +67,14 @@ def why_no_slurm() -> str | None:
 
 
 class Slurm:
-    """slurmctld and a slurmd a node; nodes have host names of their own, and the machine's network."""
+    """One slurmctld and one slurmd per node; nodes have their own host names, and share the machine's network."""
 
     def __init__(self, folder: Path, num_nodes: int = 2) -> None:
         self.folder = folder
         self.nodes = [f"node{index + 1}" for index in range(num_nodes)]
 
     def __enter__(self) -> Slurm:
-        # A test that was killed has left its cluster running.
+        # Remove clusters of killed tests.
         _end(lambda folder: (folder / _OWNER).exists() and not psutil.pid_exists(int((folder / _OWNER).read_text())))
         for name in ("state", "spool"):
             (self.folder / name).mkdir(parents=True)
@@ -84,7 +84,7 @@ class Slurm:
         config = _CONFIG.format(host=host, port=free_port(), folder=self.folder, nodes="\n".join(lines))
         (self.folder / "slurm.conf").write_text(config)
         (self.folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
-        # Every node knows the others by name; this machine's own hosts file stays as it is.
+        # Every node resolves the others by name; this machine's own hosts file is not changed.
         hosts = Path("/etc/hosts").read_text() + "".join(f"127.0.0.1 {node}\n" for node in self.nodes)
         (self.folder / "hosts").write_text(hosts)
         self._start("slurmctld")
@@ -106,14 +106,14 @@ class Slurm:
         _end(lambda folder: folder == self.folder)
 
     def environment(self, **variables: str) -> dict[str, str]:
-        """Variables for a command that talks to this cluster, and for the jobs that it starts."""
+        """Return the environment of a client command of this cluster, and of the jobs that it starts."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "LOCAL_RANK"))}
         path = f"{Path(sys.executable).parent}:{clean['PATH']}"
         own = ENVIRONMENT | {"SLURM_CONF": str(self.folder / "slurm.conf")}
         return clean | own | {"PATH": path} | variables
 
     def run(self, *command: str, timeout_s: float = 120.0, cwd: Path | None = None, **variables: str) -> Finished:
-        """Run a SLURM command to its end."""
+        """Run a SLURM command to completion."""
         started = time.monotonic()
         finished = subprocess.run(
             command,
@@ -129,7 +129,7 @@ class Slurm:
         return Finished(finished.returncode, finished.stdout, time.monotonic() - started, [])
 
     def submit(self, script: str, *, cwd: Path, **variables: str) -> str:
-        """Submit a batch script's text; the job's number."""
+        """Submit a batch script given as text, and return the job id."""
         path = cwd / "job.sbatch"
         path.write_text(script)
         finished = self.run("sbatch", "--parsable", str(path), cwd=cwd, **variables)
@@ -137,7 +137,7 @@ class Slurm:
         return finished.output.strip()
 
     def state(self, job: str) -> str:
-        """A job's state: PENDING, RUNNING, COMPLETED, FAILED, ..."""
+        """Return a job's state: PENDING, RUNNING, COMPLETED, FAILED, ..."""
         shown = self.run("scontrol", "show", "job", job, "--oneliner").output
         fields = dict(field.partition("=")[::2] for field in shown.split())
         return fields.get("JobState", "UNKNOWN")
@@ -157,7 +157,7 @@ class Slurm:
 
 
 def _end(chosen: Callable[[Path], bool]) -> None:
-    """End what runs for clusters with such folders, first politely."""
+    """End the processes of the chosen clusters, first with SIGTERM, then with SIGKILL."""
     processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError, ValueError):
@@ -172,9 +172,9 @@ def _end(chosen: Callable[[Path], bool]) -> None:
 
 
 def _folder_of(process: psutil.Process) -> Path | None:
-    """The cluster that a process is of: a daemon, a task, or what stands between, which outlives the daemon."""
+    """Return the cluster folder of a process: a daemon, a task, or a slurmstepd, which outlives the daemon."""
     if process.name().startswith("slurmstepd"):
-        # It writes its name over its variables.
+        # slurmstepd overwrites its environment with its process title.
         return Path(process.cwd())
     config = process.environ().get("SLURM_CONF")
     return None if config is None or process.pid == os.getpid() else Path(config).parent

@@ -1,4 +1,4 @@
-"""Bytes really sent between ranks on this machine."""
+"""Count of bytes actually sent between ranks on this machine."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ _COUNTERS = Path("/proc/net/dev")
 
 
 def sent_bytes(call: Callable[[], object], rounds: int = 4) -> int:
-    """Bytes that all ranks together send over loopback in one ``call``: the least of ``rounds`` calls."""
+    """Return the bytes that all ranks together send over loopback in one ``call``: the minimum of ``rounds`` calls."""
     counts: list[int] = []
     for _ in range(rounds):
         with counting(counts):
@@ -21,14 +21,14 @@ def sent_bytes(call: Callable[[], object], rounds: int = 4) -> int:
 
 @contextmanager
 def counting(counts: list[int]) -> Iterator[None]:
-    """Append the bytes sent over loopback inside, TCP's headers included; for tests that run ``alone``, on every rank.
+    """Append the bytes sent over loopback inside the block, TCP headers included; for ``alone`` tests, on every rank.
 
-    Take the least of several: segments that the kernel sends again and other programs only ever add to the count. Skips
-    the test where there is no counter.
+    Take the minimum of several: retransmissions and other programs only add to the count. Skips the test if there is no
+    counter.
     """
     dist.barrier()
     before = _loopback_bytes()
-    # Nobody starts before all have read the counter.
+    # No rank starts before all have read the counter.
     dist.barrier()
     yield
     dist.barrier()

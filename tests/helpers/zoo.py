@@ -1,4 +1,4 @@
-"""Models written as users write them, tiny, each with ``batch(seed)`` and ``loss(batch)``. Plain torch."""
+"""Tiny models in users' style, each with ``batch(seed)`` and ``loss(batch)``. Plain torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GPTBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Fused qkv, tied head."""
+    """GPT with fused qkv and tied head."""
 
     def __init__(self, vocab=128, block=8, dim=64, heads=4, layers=2, dropout=0.0):
         super().__init__()
@@ -89,7 +89,7 @@ class NanoGPT(nn.Module):
 
 
 class CheckpointedGPT(NanoGPT):
-    """With activation checkpointing of its blocks."""
+    """NanoGPT with activation checkpointing of its blocks."""
 
     reentrant = False
 
@@ -147,7 +147,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """RMSNorm, rotary embedding, gated MLP, grouped-query attention, untied head."""
+    """Llama: RMSNorm, rotary embedding, gated MLP, grouped-query attention, untied head."""
 
     def __init__(self, vocab=96, dim=32, heads=4, kv_heads=2, hidden=64, layers=2):
         super().__init__()
@@ -195,7 +195,7 @@ class BERTLayer(nn.Module):
 
 
 class BERT(nn.Module):
-    """Post-norm encoder with a padding mask; masked tokens selected by a boolean index."""
+    """Post-norm encoder with a padding mask; masked tokens are selected by a boolean index."""
 
     def __init__(self, vocab=80, dim=32, heads=4, layers=2):
         super().__init__()
@@ -224,7 +224,7 @@ class BERT(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches by convolution, class token, fused qkv taken apart by ``reshape(B, N, 3, heads, -1)``, layer scale."""
+    """ViT: convolutional patches, class token, fused qkv split by ``reshape(B, N, 3, heads, -1)``, layer scale."""
 
     def __init__(self, dim=32, heads=4, layers=2, classes=10):
         super().__init__()
@@ -299,7 +299,7 @@ class Seq2Seq(nn.Module):
 
 
 class Tagger(nn.Module):
-    """An LSTM: there is nothing to split but the embedding."""
+    """LSTM tagger: only the embedding can be split."""
 
     def __init__(self, vocab=64, dim=16, tags=6):
         super().__init__()
@@ -317,7 +317,7 @@ class Tagger(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Linears over tokens and over channels in turn."""
+    """MLP-Mixer: linears over tokens and over channels in turn."""
 
     def __init__(self, dim=32, tokens=16, layers=2):
         super().__init__()
@@ -408,7 +408,7 @@ class MoE(nn.Module):
 
 
 class StackedMoE(MoE):
-    """Experts in two stacked parameters, taken apart by index."""
+    """Experts in two stacked parameters, indexed per expert."""
 
     def __init__(self):
         super().__init__()
@@ -429,7 +429,7 @@ class StackedMoE(MoE):
 
 
 class MLP(nn.Module):
-    """Linears in a row, sizes that 2 does not divide at the end, a loss by hand, a frozen and an unused parameter."""
+    """Chain of linears with an odd output size, a hand-written penalty, a frozen and an unused parameter."""
 
     def __init__(self):
         super().__init__()
@@ -466,7 +466,7 @@ ZOO = {
 
 
 def build(name, seed=0):
-    """A zoo member with reproducible weights; the seed set anew, so that ranks agree afterwards."""
+    """Return a zoo model with reproducible weights, and reset the seed for equal RNG states across ranks afterwards."""
     torch.manual_seed(seed)
     model = ZOO[name]()
     torch.manual_seed(seed + 1)
@@ -474,5 +474,5 @@ def build(name, seed=0):
 
 
 def whole_state(module):
-    """Parameters and buffers of a module split by tensor parallelism, as plain whole tensors. Collective."""
+    """Return parameters and buffers of a tensor-parallel module as plain, unsharded tensors. Collective."""
     return {name: whole_tensor(value) for name, value in module.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Blocks that run again in backward: the same numbers to the bit, dropout and batch norm included."""
+"""Activation checkpointing of blocks is bit-identical to runs without it, including dropout and batch norm."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ STRATEGIES = {
     "ddp": DDPStrategy,
     "zero1": functools.partial(ZeroStrategy, zero_stage=1),
     "zero2": ZeroStrategy,
-    # Linear layers are units of their own inside of blocks, or the blocks are units.
+    # Units are either the linear layers inside the blocks, or the blocks.
     "fsdp-inner": functools.partial(FSDPStrategy, units=["Linear"]),
     "fsdp": functools.partial(FSDPStrategy, min_unit_size_mb=0),
 }
@@ -105,7 +105,7 @@ def test_memory_is_that_of_the_inputs():
             loss = module(torch.randn(32, 8, requires_grad=True)).sum()
         held.append(sum(saved))
         loss.backward()
-        # A copy checkpoints too, with its own parameters.
+        # A deep copy uses checkpointing too, with its own parameters.
         twin = copy.deepcopy(module)
         twin(torch.ones(2, 8)).sum().backward()
         assert type(twin[0]).__name__ == "Sequential"

@@ -1,4 +1,4 @@
-"""A checkpoint of any strategy, form and number of ranks resumes under any other, bit for bit."""
+"""A checkpoint of any strategy, format and number of ranks resumes under any other, bit for bit."""
 
 from functools import cache
 
@@ -13,7 +13,7 @@ SPLIT = [name for name in STRATEGIES if name not in ("one", "single")]
 ALONE = [(name, 1) for name in ("one", "zero1", "zero2", "zero3", "fsdp")]
 LAYOUTS = [*ALONE, *((name, world) for name in SPLIT for world in (2, 4) if "_zero" not in name or world == 4)]
 FORMS = ["full", "sharded"]
-#: Every strategy once as a source and once as a target, at another number of ranks.
+#: Every strategy once as a source and once as a target, with different numbers of ranks.
 QUICK = [
     (("one", 1), ("zero3", 2), "sharded"),
     (("zero3", 2), ("zero1", 4), "sharded"),
@@ -28,7 +28,7 @@ QUICK = [
     (("pp_zero3", 4), ("3d", 4), "sharded"),
     (("3d", 4), ("one", 1), "full"),
 ]
-#: Four stages and eight ask for more layers.
+#: Layouts with four or eight stages, which need a deeper module.
 DEEP = {("mp", 4), ("pp_interleaved", 2), ("pp_interleaved", 4)}
 MATRIX = [(source, target, form) for source in LAYOUTS for target in LAYOUTS for form in FORMS]
 
@@ -44,7 +44,7 @@ def _run(name, world, module_name, settings):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints after one epoch, each made once."""
+    """Return a function that makes and caches checkpoints after one epoch."""
     made = {}
 
     def get(layout, form, module_name):

@@ -1,4 +1,4 @@
-"""Habits of applications of Lightning (from PyPI), under every strategy, against one process."""
+"""Patterns of published Lightning applications under every strategy, against one process."""
 
 import copy
 import functools
@@ -18,12 +18,12 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, Data, quiet_trainer
 
 STEPS = 4
-#: One for each way of holding parameters, and their combination.
+#: One strategy for each way of holding parameters, and one that combines them.
 SPLITTING = ["pardist_ddp", "pardist_zero2", "pardist_zero3", "pardist_tp", "pardist_pp", "pardist_3d"]
 
 
 class Net(Base):
-    """Three layers in a row."""
+    """Three layers in sequence."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -38,7 +38,7 @@ class Net(Base):
 
 
 def train(module_class, strategy, devices, kwargs, fits=1, between=None, **trainer_kwargs):
-    """Weights after as many fits with Trainers of their own, and what the module has noted of itself."""
+    """Return the weights after the given number of fits, each with a new Trainer, and the module's own records."""
     torch.manual_seed(11)
     module = module_class(**kwargs)
     for _ in range(fits):
@@ -52,7 +52,7 @@ def train(module_class, strategy, devices, kwargs, fits=1, between=None, **train
         if between == "validate":
             trainer.validate(module, DataLoader(points(BATCH)), verbose=False)
         elif between == "step":
-            # As after a run on one process.
+            # As left behind by a run on one process.
             module.own.zero_grad()
             module.training_step(next(iter(DataLoader(points(BATCH), batch_size=BATCH))), 0).backward()
             module.own.step()
@@ -80,7 +80,7 @@ def _made(module_class, kwargs):
 
 
 class OwnOptimizer(Net):
-    """Makes its optimizer in ``__init__``, and keeps it."""
+    """Module that creates its optimizer in ``__init__`` and keeps it."""
 
     def __init__(self, kind="sgd", **kwargs):
         super().__init__(**kwargs)
@@ -89,7 +89,7 @@ class OwnOptimizer(Net):
             {"params": [p for p in self.parameters() if p.dim() == 1], "lr": 0.05},
         ]
         if kind == "adagrad":
-            # Makes its state when it is made.
+            # Creates its state in the constructor.
             self.own = torch.optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.5)
         else:
             self.own = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
@@ -99,7 +99,7 @@ class OwnOptimizer(Net):
 
 
 class OwnOptimizerByHand(OwnOptimizer):
-    """The same by manual optimization, with the attribute instead of ``self.optimizers()``."""
+    """OwnOptimizer with manual optimization, using the attribute instead of ``self.optimizers()``."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -119,7 +119,7 @@ def test_optimizer_made_in_init(strategy, kind):
 
 
 class OwnOptimizerAskedFor(OwnOptimizerByHand):
-    """And with a scheduler of its own."""
+    """OwnOptimizerByHand with a scheduler of its own."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -144,7 +144,7 @@ def test_optimizer_made_in_init_steps_by_hand(strategy, module_class):
 
 @pytest.mark.parametrize("strategy", ["pardist_zero2", "pardist_zero3", "pardist_tp", "pardist_pp"])
 def test_optimizer_made_in_init_goes_on_in_a_second_run(strategy):
-    """Its momentum is that of one process, and it holds the module's parameters between runs."""
+    """Momentum equals one process's, and the optimizer holds the module's parameters between runs."""
     compare(OwnOptimizer, strategy, fits=2)
 
 
@@ -155,7 +155,7 @@ def test_optimizer_made_in_init_outlives_other_runs(strategy, between):
 
 
 class Stale(Net):
-    """The optimizer holds the parameters of a head that was replaced."""
+    """The optimizer holds the parameters of a head that has been replaced."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +182,7 @@ def test_optimizer_of_parameters_that_the_module_does_not_have_is_refused(strate
 
 
 class BatchNormAct(nn.BatchNorm1d):
-    """As timm's ``BatchNormAct2d``: its own call of ``F.batch_norm``, then an activation."""
+    """Like timm's ``BatchNormAct2d``: its own call of ``F.batch_norm``, then an activation."""
 
     def forward(self, x):
         training = self.training or self.running_mean is None
@@ -202,10 +202,10 @@ class BatchNormThenAct(nn.BatchNorm1d):
 
 
 class Named(nn.BatchNorm1d):
-    """No forward of its own, but a method that the module calls."""
+    """Subclass without its own forward, but with a method that the module calls."""
 
     def scale(self):
-        # More than 1 makes these steps diverge, and rounding with them.
+        # Values above 1 make these steps diverge, which amplifies rounding.
         return 0.5
 
 
@@ -213,7 +213,7 @@ class Normalized(Base):
     def __init__(self, kind="act", **kwargs):
         super().__init__(**kwargs)
         cls = {"act": BatchNormAct, "then": BatchNormThenAct, "named": Named}[kind]
-        # No bias before the norm: its gradient is zero but for rounding.
+        # No bias before the norm: its gradient is zero up to rounding.
         self.first, self.norm, self.last = nn.Linear(6, 8, bias=False), cls(8), nn.Linear(8, 1)
         self.noted = []
 
@@ -222,7 +222,7 @@ class Normalized(Base):
         x = self.norm(self.first(x))
         if isinstance(self.norm, Named):
             x = x * self.norm.scale()
-        # What a module does to its batch norms it finds by class.
+        # Modules find their batch norms by class.
         assert isinstance(self.norm, nn.BatchNorm1d)
         return F.mse_loss(self.last(x), y)
 
@@ -237,7 +237,7 @@ def test_batch_norm_keeps_its_own_forward(strategy, kind):
 
 
 class Encoder(nn.Sequential):
-    """Layers, and a parameter of its own beside them."""
+    """Sequence of layers with a parameter of its own."""
 
     def __init__(self):
         super().__init__(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -248,7 +248,7 @@ class Encoder(nn.Sequential):
 
 
 class MomentumEncoder(Base):
-    """As BYOL and MoCo: an encoder that follows another one, by ``torch._foreach_*`` in the step."""
+    """BYOL/MoCo-style momentum encoder, updated by ``torch._foreach_*`` in the step."""
 
     def __init__(self, when="before", **kwargs):
         super().__init__(**kwargs)
@@ -284,7 +284,7 @@ class MomentumEncoder(Base):
         return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
 
 
-#: Every layer is a unit of its own, however small.
+#: Every layer is a separate unit, however small.
 IN_UNITS = functools.partial(FSDPStrategy, min_unit_size_mb=0.0)
 
 
@@ -316,7 +316,7 @@ def test_batch_norm_with_statistics_of_its_own_is_refused_by_name():
 
 
 class Follower(Normalized):
-    """Copies its layer while it trains, and leaves files behind that know nothing of ranks."""
+    """Deep-copies a layer during training, and writes files without regard to ranks."""
 
     def on_train_start(self):
         self.copied = copy.deepcopy(self.norm)

@@ -1,4 +1,4 @@
-"""``pardist_auto`` trains as the strategy that it chooses, the same on every rank."""
+"""``pardist_auto`` trains identically to the strategy that it selects, the same on every rank."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_ranks_agree():
 
 
 class Looking(MODULES["classifier"]):
-    """Its step does not run on what a plan has in place of values."""
+    """Module whose step fails on the placeholder values used for planning."""
 
     def training_step(self, batch, batch_idx):
         if next(self.parameters()).abs().max().item() == 1.0:

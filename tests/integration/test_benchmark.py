@@ -1,4 +1,4 @@
-"""The benchmark's command, on a model of test size: three files with what they promise."""
+"""The benchmark's command, on a model of test size: its three output files and their contents."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def _command(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *arguments],
         cwd=ROOT,
-        env=os.environ | ENVIRONMENT | {"PARDIST_TEST_WITHOUT": "transformers,scipy"},  # It draws.
+        env=os.environ | ENVIRONMENT | {"PARDIST_TEST_WITHOUT": "transformers,scipy"},  # the chart needs matplotlib
         capture_output=True,
         text=True,
         timeout=100,
@@ -49,14 +49,14 @@ def test_a_tiny_run_writes_three_files(tmp_path):
         assert row["step_ms_low"] <= row["step_ms"] <= row["step_ms_high"]
         ranks = 1 if name == "one_process" else 2
         assert row["samples_per_s"] == pytest.approx(3 * ranks / row["step_ms"] * 1e3, rel=1e-4)
-        # Parameters, gradients and two moments, and torch DDP's buckets beside the gradients.
+        # Parameters, gradients and two moments; torch DDP additionally has buckets next to the gradients.
         copies = 5 if name == "torch_ddp" else 4
         assert row["held_bytes"] == pytest.approx(copies * 4 * psi, rel=0.02)
         assert row["peak_bytes"] >= row["imported_bytes"] > 0
         assert row["setup_s"] > 0
 
     if about["own_network"]:
-        # At this size a small message's headers weigh more than at a real one.
+        # At this size, headers of small messages weigh more than at a realistic one.
         for name, expected in (("pardist_ddp", 1.0), ("torch_ddp", 1.0), ("one_process", 0.0)):
             assert results["summary"][name]["wire"] == pytest.approx(expected, abs=0.1)
 
@@ -103,7 +103,7 @@ def test_one_rank_trains_as_a_plain_loop_does_in_mixed_precision(tmp_path):
     results["candidates"]["pardist_zero3"]["rounds"][-1]["loss"] = float("nan")
     assert "do not train alike" in differing_losses(results)[0]
 
-    # As on a device, whose name and memory are all that is missing.
+    # Emulate a device: only its name and memory are missing.
     results["run"]["accelerator"] = "gpu"
     for result in results["candidates"].values():
         result["device"] = "NVIDIA H100 80GB HBM3"

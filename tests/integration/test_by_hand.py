@@ -1,4 +1,4 @@
-"""Modules that split themselves, written for Lightning's ``ModelParallelStrategy``, run as they are."""
+"""Modules that parallelise themselves, written for Lightning's ``ModelParallelStrategy``, run unchanged."""
 
 import lightning.pytorch as pl
 import pytest
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class ByHand(pl.LightningModule):
-    """As Lightning's documentation has it: ``how`` says what it does itself; nothing on one process."""
+    """Module as in Lightning's documentation; ``how`` selects its own parallelism, none on one process."""
 
     def __init__(self, how: str = "", seed: int = 11, meta: bool = False) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def test_built_on_meta_and_validated_from_a_checkpoint(tmp_path):
 
 
 def _uneven():
-    """Five samples on two ranks: one of them has a batch less."""
+    """Validate five samples on two ranks: one of them has one batch fewer."""
     module = ByHand("shard")
     trainer = quiet_trainer(strategy=STRATEGIES["ddp"](), devices=2)
     loader = torch.utils.data.DataLoader(_dataset(5), batch_size=1)
@@ -214,7 +214,7 @@ def test_a_rank_may_have_fewer_batches_to_evaluate():
 
 
 def _alike(how):
-    """Ranks that built different values are given the first one's, where they are not shards."""
+    """Ranks that built different values get rank zero's, except for shards."""
     module = ByHand(how, seed=dist.get_rank())
     trainer = quiet_trainer(strategy=STRATEGIES["tp"](), devices=2, max_steps=1)
     trainer.fit(module, datamodule=Data(_dataset(BATCH * STEPS)))

@@ -1,4 +1,4 @@
-"""Callbacks that watch or change the model decide alike on all ranks, and as one process would."""
+"""Callbacks that observe or change the model act the same on all ranks as on one process."""
 
 from unittest import mock
 
@@ -173,7 +173,7 @@ def test_loggers_and_summary(tmp_path):
 
 
 def _resume(root, strategy="pardist_ddp", devices=2):
-    """Stops in the middle of an epoch and goes on from the file, twice."""
+    """Stop in the middle of an epoch and resume from the file, twice."""
 
     def fit(ckpt_path=None, **kwargs):
         torch.manual_seed(11)
@@ -198,11 +198,11 @@ def _resume(root, strategy="pardist_ddp", devices=2):
 
 def test_save_and_resume_in_the_middle_of_an_epoch(tmp_path):
     want = _resume(str(tmp_path / "one"), "pardist_ddp", 1)
-    assert_close(want[0], want[-1])  # as if it had never stopped, which Lightning's own strategies do not hold
+    assert_close(want[0], want[-1])  # equal to an uninterrupted run, which Lightning's own strategies do not guarantee
     for got in run_ranks(2, _resume, str(tmp_path / "two")):
         for part, expected in zip(got, want, strict=True):
             assert_close(part, expected)
-    # A file of two ranks opens in one process, and the other way round.
+    # A file of two ranks loads in one process, and the other way round.
     ours = torch.load(tmp_path / "two" / "last.ckpt", weights_only=False)
     theirs = torch.load(tmp_path / "one" / "last.ckpt", weights_only=False)
     assert ours.keys() == theirs.keys()
@@ -224,7 +224,7 @@ def _precision(precision, strategy="pardist_ddp", devices=2):
     ("precision", "rtol"), [("16-mixed", 5e-3), ("bf16-mixed", 5e-3), ("bf16-true", 0.02), ("64-true", 1e-12)]
 )
 def test_precision(precision, rtol):
-    # Half precision rounds each rank's part by itself: the same to a few of its steps.
+    # Each rank's part is rounded separately in half precision: equal up to a few rounding steps.
     want = _precision(precision, "auto", 1)
     results = run_ranks(2, _precision, precision)
     assert_close(results[1], results[0], rtol=0)
@@ -233,7 +233,7 @@ def test_precision(precision, rtol):
 
 
 class Overflows(Net):
-    """A gradient of infinity in one element of one parameter, from one rank's samples."""
+    """Module with an infinite gradient in one element of one parameter, from one rank's samples."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -258,5 +258,5 @@ def test_gradient_scaler_decides_alike(strategy):
     (first, scale), (second, other) = run_ranks(2, _scaler, strategy)
     assert scale == other == 4.0
     assert_close(second, first, rtol=0)
-    # Rounded to fp16 on the way: the same to a few of its steps.
+    # Rounded to fp16 in communication: equal up to a few rounding steps.
     assert_close(first, want, rtol=5e-3)

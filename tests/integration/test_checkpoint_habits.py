@@ -1,4 +1,4 @@
-"""What people do with checkpoints, under strategies that hold the module in parts, and afterwards without any."""
+"""Common user patterns with checkpoints, under strategies that split the module, and afterwards without any."""
 
 import os
 from unittest.mock import Mock
@@ -36,7 +36,7 @@ STEPS = 6
 
 
 class Habits(pl.LightningModule):
-    """Hyperparameters, state of its own in checkpoints, a frozen part that is left out of them."""
+    """Module with hyperparameters, custom state in checkpoints, and a frozen part that is excluded from them."""
 
     def __init__(self, width: int = 8, frozen: bool = False) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Habits(pl.LightningModule):
 
 
 class Counter(pl.Callback):
-    """A callback with a state."""
+    """Callback with state."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -91,7 +91,7 @@ class Counter(pl.Callback):
 
 
 def _loader(strategy="one"):
-    """A global batch is 8 samples."""
+    """Return a loader whose global batch is 8 samples."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(8 * STEPS, 4, generator=generator)
     return DataLoader(
@@ -135,13 +135,13 @@ def _through_a_trainer(strategy, folder):
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.02 / 4
     assert module.seen["names"] == [name for name, _ in Habits().named_parameters()]
     assert "lightning_pardist" not in module.seen["keys"]
-    # After an evaluation, in which the module was split again.
+    # After an evaluation, for which the module was split again.
     trainer.validate(module, _loader(strategy), verbose=False)
     trainer.save_checkpoint(f"{folder}/after.ckpt")
     (saved,) = torch.load(f"{folder}/after.ckpt", weights_only=True)["optimizer_states"]
     moments = {number: state["exp_avg"].shape for number, state in saved["state"].items()}
     assert moments == {number: param.shape for number, param in enumerate(Habits().parameters())}
-    # Weights alone: a new run from them.
+    # Weights only: a new run starts from them.
     module = Habits()
     module.on_load_checkpoint = lambda checkpoint: None
     trainer = quiet_trainer(strategy=STRATEGIES[strategy](), devices=world)
@@ -194,13 +194,13 @@ def test_without_all_names(strategy, form, tmp_path):
 
 
 def _url(strategy, folder):
-    # As ModelCheckpoint's dirpath Lightning takes it for a name in the working folder.
+    # Passed as ModelCheckpoint's dirpath, Lightning would treat the URL as a name in the working folder.
     path = f"file://{folder}/a.ckpt"
     trainer, _, _ = _fit(strategy, dist.get_world_size(), [])
     trainer.save_checkpoint(path)
     trainer, _, _ = _fit(strategy, dist.get_world_size(), [], resume=path, epochs=2)
     assert trainer.global_step == 2 * STEPS
-    # Nobody may write there, the superuser included.
+    # A path that not even root can write to.
     with pytest.raises((OSError, RuntimeError), match=r"/proc"):
         trainer.save_checkpoint("/proc/nobody/a.ckpt")
     trainer.save_checkpoint(f"{folder}/b.ckpt")
@@ -241,7 +241,7 @@ def test_an_optimizer_that_shards_its_own_state(tmp_path):
 def test_a_save_checkpoint_of_the_users_own_stays(tmp_path, resume):
     strategy = DDPStrategy(resume=resume)
     trainer = quiet_trainer(strategy=strategy, devices=1, default_root_dir=tmp_path, limit_train_batches=1)
-    # ModelCheckpoint, asked for a name before the run, asks this.
+    # ModelCheckpoint calls this when it is asked for a name before the run.
     assert strategy.reduce_boolean_decision(True)
     assert not strategy.reduce_boolean_decision(False)
     own = trainer.save_checkpoint = Mock()

@@ -1,4 +1,4 @@
-"""Checkpoints as a Trainer writes them: top k, last, every n steps, removal, in the background, and when it fails."""
+"""Checkpoints written by a Trainer: top k, last, every n steps, removal, asynchronous saves, and failures."""
 
 import os
 import time
@@ -31,7 +31,7 @@ FORMS = [("full", False), ("full", True), ("sharded", False), ("sharded", True)]
 
 
 class Scored(Classifier):
-    """Logs what ModelCheckpoint monitors: better, then worse."""
+    """Classifier that logs a score for ModelCheckpoint to monitor: first better, then worse."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -94,7 +94,7 @@ def test_model_checkpoint(strategy, form, async_save, tmp_path):
 
 
 class Slow(PardistCheckpointIO):
-    """Takes its time, and shows when it wrote."""
+    """Slow checkpoint writer."""
 
     seconds = 0.3
 
@@ -118,7 +118,7 @@ def test_training_does_not_wait_for_a_background_save(tmp_path):
 
 
 class Broken(PardistCheckpointIO):
-    """A disk that is full from the second checkpoint on."""
+    """Writer whose disk is full from the second checkpoint on."""
 
     saved = 0
 

@@ -1,4 +1,4 @@
-"""Traffic in few bits under a Trainer: exact weights wherever somebody looks, resuming, refusals, learning."""
+"""Quantised communication under a Trainer: exact weights outside of steps, resuming, refusals, convergence."""
 
 import re
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ TINY = {"dim": 32, "layers": 2, "heads": 2, "context": 16, "warmup_steps": 2, "s
 
 
 class Watch(Callback):
-    """The loss of the first batch of each validation on this rank."""
+    """Callback that records the loss of each validation's first batch on this rank."""
 
     def __init__(self) -> None:
         self.losses = []
@@ -78,7 +78,7 @@ def test_exact_weights_are_validated_saved_and_gone_on_from(kind, tmp_path):
         alone = GPT(**TINY)
         alone.load_state_dict(at_four)
         windows = Windows(read_standard_library(size=16 * 64 + 1), TINY["context"])
-        # Ranks take samples in turns.
+        # Samples are interleaved over ranks.
         x, y = (torch.stack(each) for each in zip(*(windows[2 * i + rank] for i in range(4)), strict=True))
         assert F.cross_entropy(alone(x).flatten(0, 1), y.flatten()).item() == pytest.approx(losses[-1], rel=1e-5)
 
@@ -142,7 +142,7 @@ def test_codes_that_depend_on_neighbours_are_refused_on_tensor_ranks():
     for codes in (CodesSetting("int8", None, None), CodesSetting(None, "int4", True), CodesSetting(None, "bf16", True)):
         with pytest.raises(ValueError, match=r"between the 2 tensor ranks.*norms, biases"):
             codes.check(split)
-    # Each number by itself; and nothing travels between ranks of one batch.
+    # bf16 quantises each number separately; int8 is accepted without data parallelism: no gradients are exchanged.
     CodesSetting("bf16", None, None).check(split)
     CodesSetting("int8", "int8", True).check(SimpleNamespace(precision=None, dims=ParallelDims(tensor_parallel=2)))
 
@@ -160,7 +160,7 @@ def _copies():
 
 
 def test_copies_on_several_stages_are_refused():
-    """Its first and its last layer have one weight."""
+    """The first and the last layer share one weight."""
     for texts in run_ranks(4, _copies):
         assert all("reduce='int8'" in text and "copies of embed.weight" in text for text in texts)
 

@@ -1,4 +1,4 @@
-"""Two commits side by side: one workload, each commit's own package, equal losses."""
+"""Comparison of two commits: one workload, each commit's own package, equal losses."""
 
 import subprocess
 
@@ -75,7 +75,7 @@ def test_a_commit_beside_itself(capsys):
 
 
 def test_a_rank_takes_the_package_it_is_given(tmp_path):
-    """Another package in its place is noticed, and what a failing rank printed is shown."""
+    """A wrongly imported package is detected, and a failing rank's output is shown."""
     for name, init in (("one", "import no_such_module"), ("two", "")):
         package = tmp_path / name / compare.PACKAGE
         package.mkdir(parents=True)

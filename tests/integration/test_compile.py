@@ -1,4 +1,4 @@
-"""``compile="blocks"`` and ``"step"`` under strategies: the numbers of the same run without."""
+"""``compile="blocks"`` and ``"step"`` under strategies give the same results as runs without them."""
 
 import functools
 
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Blocks(Base):
-    """Logs in the middle of its step."""
+    """Blocks with logging in the middle of the step."""
 
     def __init__(self, **kwargs):
         super().__init__("adamw", **kwargs)
@@ -68,7 +68,7 @@ class Blocks(Base):
 
 
 class Compiled(Callback):
-    """What the strategy says of compiled code when training has ended."""
+    """Callback that records the strategy's description of compiled code at the end of training."""
 
     text = ""
 

@@ -1,4 +1,4 @@
-"""``pardist_cp`` under a Trainer: numbers, checkpoints, evaluation and what is refused."""
+"""``pardist_cp`` under a Trainer: parity, checkpoints, evaluation and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS, WIDTH, LENGTH = 32, 16, 15
 
 
 class Reader(pl.LightningModule):
-    """A decoder on documents of uneven length, as one writes it for one process."""
+    """Decoder on documents of uneven length, written for one process."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -118,7 +118,7 @@ def _compare(found, expected):
         assert_close(weights, expected[2])
         assert_close(metrics, expected[1])
         assert plain
-    # Ranks of different samples have losses of their own: what they log together is one process's.
+    # Ranks with different samples have different losses: only what they log together equals one process's.
     if len(found) == 2:
         assert found[0][0] == pytest.approx(expected[0], rel=1e-5)
 
@@ -138,7 +138,7 @@ def test_four_ranks_with_different_samples_train_like_one_process(data_parallel,
 
 
 class Sparse(Reader):
-    """A mean by hand over few tokens, one of them in all on some ranks."""
+    """Hand-written mean over few tokens, of which some ranks have a single one."""
 
     def loss(self, batch):
         (ids,) = batch

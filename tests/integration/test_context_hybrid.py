@@ -1,4 +1,4 @@
-"""Context beside tensor parallelism and in pipeline stages: numbers, what travels, evaluation and checkpoints."""
+"""Context parallelism with tensor parallelism and in pipeline stages: parity, traffic, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Decoder(pl.LightningModule):
-    """On documents of uneven length, as one writes it for one process."""
+    """Decoder on documents of uneven length, written for one process."""
 
     def __init__(self, heads=2, tied=False):
         super().__init__()
@@ -183,7 +183,7 @@ def test_data_ranks_beside_stages_and_context():
 
 
 class Trimmed(Decoder):
-    """Leaves out what all samples of a micro-batch have filled up: of 14 or 13 tokens the first rank has seven."""
+    """Removes padding common to all samples of a micro-batch: of 14 or 13 tokens the first rank has seven."""
 
     def loss(self, batch):
         (ids,) = batch
@@ -194,7 +194,7 @@ class Trimmed(Decoder):
 
 
 class Step(nn.Module):
-    """Hands its second argument on, as blocks do that keep a sum in another precision."""
+    """Layer that passes its second argument on, like blocks that keep a sum in another precision."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +205,7 @@ class Step(nn.Module):
 
 
 class Carried(Decoder):
-    """What every step is given comes from the first, and code between them adds it up over the sequence."""
+    """Every step gets an input from the first, and code between the steps reduces it over the sequence."""
 
     def __init__(self):
         super().__init__()
@@ -264,7 +264,7 @@ class _Describe(pl.Callback):
 
 
 def _sent():
-    """What the strategy says, and the shapes of what this rank has received from other stages."""
+    """Return the strategy's description, and the shapes of what this rank has received from other stages."""
     from lightning_pardist.engines.pipeline.stage_p2p import StageP2P
 
     shapes, finish = [], StageP2P.finish_values

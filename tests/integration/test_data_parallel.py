@@ -1,4 +1,4 @@
-"""Replicas in threads of one process: one process's numbers, logs and metrics, and what is refused."""
+"""Replicas in threads of one process: parity of weights, logs and metrics with one process, and refusals."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ from tests.helpers.scripts import ROOT, run_script
 
 
 class Logging(pl.LightningModule):
-    """Means over what is not ignored, metrics of samples and of numbers, a sum, a maximum, a counter, lists."""
+    """Module with means over unignored samples, metrics, a sum, a maximum, a counter and lists."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def _fit(module, strategy, devices, dataset=None, **kwargs):
 
 
 def test_what_is_logged_and_kept_is_one_processes():
-    """The last batch has one sample: fewer than replicas."""
+    """The last batch has one sample: fewer than there are replicas."""
     found = {}
     for strategy, devices in (("auto", 1), ("pardist_dp", 3)):
         torch.manual_seed(5)
@@ -127,7 +127,7 @@ def test_replicas_have_their_own_places_and_the_same_parameters():
 
 
 class Hooked(Logging):
-    """Reaches its parts by methods in dicts, by hooks and by partial functions."""
+    """Module that reaches its parts through methods in dicts, hooks and partial functions."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +156,7 @@ class Hooked(Logging):
 
 
 class Parametrized(Logging):
-    """Weights that modules make of other parameters before they are used."""
+    """Weights that modules compute from other parameters before use."""
 
     def __init__(self, kind):
         super().__init__()
@@ -172,7 +172,7 @@ class Parametrized(Logging):
 
 
 class Sometimes(Logging):
-    """Has no loss for samples of one kind."""
+    """Module that returns no loss for samples of one kind."""
 
     def training_step(self, batch, batch_idx):
         return F.mse_loss(self.net(batch[0]), batch[0][:, :3]) if batch[1].sum() else None
@@ -201,7 +201,7 @@ def test_parametrized_modules(kind):
 
 
 class AddsInPlace(Classifier):
-    """Activations are written to in place, with a parameter that is read."""
+    """Activations are modified in place with a parameter."""
 
     def __init__(self):
         super().__init__()
@@ -227,7 +227,7 @@ def test_one_device_reads_in_the_order_of_one_process():
 
 
 def test_a_replica_without_a_loss():
-    """The other one's samples are the batch's, as if it had no others."""
+    """The batch then consists of the other replica's samples only."""
     x = torch.randn(24, 6, generator=torch.Generator().manual_seed(3))
     y = torch.ones(24, dtype=torch.long)
     y[12:16] = 0

@@ -1,4 +1,4 @@
-"""Ranks that only serve: their fit returns when the workers have trained, with the same weights."""
+"""Dedicated server ranks: their fit returns when the workers have trained, with the same weights."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ CLIP = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 
 
 class Scored(Words):
-    """Logs, tests and predicts, and looks at who it is."""
+    """Words with logging, test and predict, which also records its rank."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -41,7 +41,7 @@ class Scored(Words):
 
 
 class Talks(pl.Callback):
-    """Meets the other ranks in its hooks, as callbacks do."""
+    """Callback with collectives in its hooks."""
 
     def setup(self, trainer, pl_module, stage):
         trainer.strategy.barrier()
@@ -68,7 +68,7 @@ def _fit(settings, options, module=None, ckpt_path=None, save_to=None):
     torch.manual_seed(3)
     module = Scored(**(module or {}))
     if torch.distributed.get_rank() >= WORKERS:
-        # What a rank that only serves begins with does not matter.
+        # The initial values of a dedicated server do not matter.
         torch.nn.init.ones_(module.table.weight)
     trainer = _trainer(settings, options)
     trainer.fit(module, datamodule=Data(_dataset()), ckpt_path=ckpt_path)
@@ -107,7 +107,7 @@ def test_asynchronous_updates_are_made_by_ranks_that_only_serve(tmp_path):
 
 
 def _one_process(module, options, steps=STEPS):
-    """The same training by one process."""
+    """Run the same training in one process."""
     torch.manual_seed(3)
     module = Scored(**module)
     optimizer = _at_first_lr(module)
@@ -127,7 +127,7 @@ def _one_process(module, options, steps=STEPS):
 
 
 def _synchronous(form, folder):
-    """Trains, saves half way, goes on from there as it was and by DDP on all ranks, and back."""
+    """Train, save half way, resume from there unchanged and by DDP on all ranks, and go back."""
     half = {"max_steps": STEPS // 2}
     found = {
         "clip": _fit({}, CLIP)[0],
@@ -164,7 +164,7 @@ def _afterwards(folder):
     (best,) = trainer.test(module, validation, ckpt_path="best")
     predicted = trainer.predict(module, validation)
     if trainer.global_rank < WORKERS:
-        # Whoever only serves has predicted nothing, and saves nothing.
+        # Dedicated servers predict nothing and save nothing.
         time.sleep(0.3)
     trainer.save_checkpoint(f"{folder}/afterwards.ckpt")
     loaded = Scored.load_from_checkpoint(f"{folder}/afterwards.ckpt", slow=0)
@@ -242,7 +242,7 @@ def test_the_end_of_a_rank_ends_the_job(fault, rank, last):
     [
         ((), "dedicated", ["0", "1", "2"]),
         (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"), "dedicated", ["0", "1", "2"]),
-        # Ranks end with fit, and the process that has called for them goes on.
+        # Forked ranks end with fit, and the calling process continues.
         ((), "dedicated by fork", ["0"]),
     ],
 )

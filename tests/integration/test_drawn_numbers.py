@@ -1,4 +1,4 @@
-"""Random numbers in steps: ranks that work on the same samples draw the same, those with other samples others."""
+"""Random numbers in steps: equal on ranks with the same samples, different on ranks with different samples."""
 
 import random
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Noisy(Base):
-    """Dropout of whole tensors inside of blocks, and noise that the step draws by itself."""
+    """Dropout of whole tensors inside blocks, and noise drawn by the step itself."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ def test_ranks_that_share_layers_of_a_stage_draw_the_same():
     results = run_ranks(4, _train, strategy, 4)
     for drawn, weights in results[1:]:
         torch.testing.assert_close(drawn, results[0][0], rtol=0, atol=0)
-        # Copies of one parameter on several ranks are updated by each of them.
+        # Replicated parameters are updated by each rank.
         assert_close(weights, results[0][1], rtol=1e-6)
 
 
@@ -77,7 +77,7 @@ def test_pipelines_with_other_samples_draw_others():
 
 
 class Scaling(nn.Module):
-    """Scales by a number that it draws, and back."""
+    """Layer that scales by a random number, and back."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ class Scaling(nn.Module):
 
 
 class ScalesBack(Base):
-    """Draws, by generators of its own too, what one stage multiplies by and a later one divides by."""
+    """One stage multiplies by a drawn number and a later one divides by it; some generators are the module's own."""
 
     def __init__(self, unstaged):
         super().__init__()
@@ -140,5 +140,5 @@ def test_stages_draw_the_same_with_numpy_and_python(settings, unstaged):
     results = run_ranks(2, _scale_back, strategy, 2, unstaged)
     for weights, *drawn in results:
         assert_close(weights, expected)
-        # What is drawn outside of steps, the order of samples say, goes on alike.
+        # Draws outside of steps, such as the order of samples, continue identically.
         assert drawn == list(results[0][1:])

@@ -1,4 +1,4 @@
-"""Validate, test and predict: one process' metrics for every size of dataset, and no rank left waiting."""
+"""Validate, test and predict: one process's metrics for every dataset size, without blocked ranks."""
 
 import os
 
@@ -43,7 +43,7 @@ def test_samplers_show_the_seed(monkeypatch):
 
 
 class Measures(pl.LightningModule):
-    """Logs in every way that makes sense on one process."""
+    """Module that logs in every way that makes sense on one process."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ def test_metrics_of_every_size(ranks):
 
 
 class Watches(Callback):
-    """Hooks see no batch that is not of the dataset."""
+    """Callback that checks that hooks see no batches outside the dataset."""
 
     def __init__(self):
         self.samples = 0
@@ -166,7 +166,7 @@ def _several(strategy="pardist_ddp", devices=2):
     module = Several()
     results = {"validate": _merged(trainer.validate(module, loaders, verbose=False))}
     results["test"] = _merged(trainer.test(module, loaders, verbose=False))
-    # With two ranks the second loader still has its samples in one batch a rank, as with one process.
+    # With two ranks, the second loader still has one batch per rank, as with one process.
     return results
 
 
@@ -257,7 +257,7 @@ def test_predict_every_sample_once(size):
 
 
 def _samplers():
-    """The user's own arrangements are kept, also where they give ranks unequal shares."""
+    """The user's own samplers are kept, even if they give ranks unequal shares."""
     points, rank = _dataset(6), dist.get_rank()
     trainer = quiet_trainer(strategy="pardist_ddp", devices=2)
     module = Measures()
@@ -298,7 +298,7 @@ def test_samplers_of_the_user():
 
 
 class BatchReader(DataLoader):
-    """Has its sampler draw batches, and makes one unless it is given another, whatever that draws."""
+    """Loader whose sampler yields batches; it creates one unless it is given another, whatever that yields."""
 
     def __init__(self, dataset, *, batch_size=1, sampler=None, drop_last=False, **kwargs):
         if sampler is None:
@@ -342,7 +342,7 @@ def _drawn_batches():
     }
     found = {}
     for name, loader in loaders.items():
-        # Ranks whose own random numbers differ.
+        # Ranks start with different random states.
         torch.manual_seed(int(os.environ.get("RANK", "0")) + 5)
         settings = {"max_epochs": 2, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
         trainer = quiet_trainer(strategy="pardist_ddp", devices=2, **settings)
@@ -357,7 +357,7 @@ def test_samplers_that_draw_batches():
     for name in first:
         size = 6 if name == "half" else 12
         batches = [first[name]["train"], second[name]["train"]]
-        # Both epochs have every sample once, over both ranks.
+        # Both epochs contain every sample once, over both ranks.
         for epoch in (0, 1):
             half = len(batches[0]) // 2
             drawn = [each for rank in batches for batch in rank[epoch * half :][:half] for each in batch]
@@ -393,7 +393,7 @@ def _limits(strategy="pardist_ddp", devices=2):
 
 
 def test_limits_and_sanity_checking():
-    # A limit counts batches a rank, as in Lightning: 1 of 5, 2 of 5, then all 9 samples.
+    # A limit counts batches per rank, as in Lightning: 1 of 5, 2 of 5, then all 9 samples.
     assert run_ranks(2, _limits) == [[2, 4, 9, 9]] * 2
 
 

@@ -1,4 +1,4 @@
-"""``pardist_ep`` under a Trainer: numbers, memory, checkpoints, evaluation and what is refused."""
+"""``pardist_ep`` under a Trainer: parity, memory, checkpoints, evaluation and refusals."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _evaluate_in_halves(strategy="auto", devices=1):
 def test_ranks_with_fewer_batches_compute_in_the_others_precision():
     expected = _evaluate_in_halves()
     for found in run_ranks(2, _evaluate_in_halves, "pardist_ep", 2):
-        # Of halves: what is added in another order is rounded to other ones.
+        # Half precision: sums in another order are rounded differently.
         assert_close(found, expected, 2**-8)
 
 
@@ -161,7 +161,7 @@ def test_checkpointed_experts_train_like_one_process(layer, dispatch, classes):
 @pytest.mark.parametrize("layer", ["listed", "stacked"])
 @pytest.mark.parametrize(("data_parallel", "degrees"), [("ddp", (4, 2, 1)), ("zero2", (2, 4, 1))])
 def test_checkpoints_go_from_any_degree_to_any(layer, data_parallel, degrees, tmp_path):
-    """On four ranks, from and to one process; every way from one degree to another."""
+    """On four ranks, from and to one process, with every change of the degree."""
     module, path = functools.partial(Mixture, layer), tmp_path / "one.ckpt"
     expected = fit(module=module, max_epochs=4)
     fit(module=module, save=path, max_epochs=1)
@@ -265,7 +265,7 @@ class ThriftyStacked(StackedExperts):
 
 
 class Thrifty(Mixture):
-    """Experts run their own forward again in backward."""
+    """Experts with activation checkpointing."""
 
     def __init__(self, layer="listed", reentrant=False):
         super().__init__(layer)
@@ -299,7 +299,7 @@ def test_experts_that_checkpoint_themselves(layer, strategy):
 
 
 class Counting(Mixture):
-    """Notes what is logged of the load of its experts, and what it was by the numbers that routers give."""
+    """Records the logged expert load, and the load computed from the routers' outputs."""
 
     def __init__(self):
         super().__init__("stacked")
@@ -345,7 +345,7 @@ class Silent(Mixture):
 
 
 class Lucky(Mixture):
-    """Finds no experts in the first batch of one rank."""
+    """Module that calls no experts on the first rank."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) if self.global_rank else self.head.weight.sum()

@@ -1,4 +1,4 @@
-"""Experts over context ranks: each sends the tokens of its own part of a sequence."""
+"""Expert parallelism over context-parallel ranks: each dispatches the tokens of its own part of a sequence."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_ranks_train_like_one_process(layer, experts, ranks, data_parallel):
 
 
 class Watched(Mixture):
-    """Notes how many tokens ranks' experts are given, and how layers are run."""
+    """Records the number of tokens dispatched to this rank's experts, and how layers are run."""
 
     def on_train_end(self):
         super().on_train_end()
@@ -66,14 +66,14 @@ def test_each_token_travels_once_where_layers_compute_rows_by_themselves(layer, 
     run = functools.partial(fit, _strategy, 2, module=functools.partial(Watched, layer))
     found = [each["held"] for each in run_ranks(2, run)]
     assert all(each["in parts"] == [times == 1] * 2 for each in found)
-    # Two experts of each token, in 24 sequences to train on, 10 to evaluate, and 4 for the sanity check; a layer that
-    # leaves a mean behind is given the whole of them on each rank.
+    # Two experts per token, in 24 sequences for training, 10 for evaluation, and 4 for the sanity check; a layer that
+    # stores a mean gets the whole sequences on each rank.
     tokens = (24 + 10 + 4) * LENGTH
     assert [sum(loads) for loads in zip(*(each["load"] for each in found), strict=True)] == [times * tokens * 2] * 2
 
 
 class Asking(Mixture):
-    """Asks for gradients of a router and of experts in a step, and has a hook on a router."""
+    """Computes gradients of a router and of experts in a step, and has a hook on a router."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

@@ -1,4 +1,4 @@
-"""Optimizers that see whole tensors, where each rank has some of the experts."""
+"""Optimizers that need whole tensors, with the experts distributed over ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _strategy(data_parallel="ddp", **settings):
 
 
 def _check(layer, optimizer, share, ranks, of_trainer=BUSY, **settings):
-    # Nothing goes to one expert, which has no gradient in a list.
+    # One expert receives no tokens, and has no gradient in a list.
     module = functools.partial(Mixture, layer, optimizer=optimizer, rare=True)
     assert_trains_like_one_process(functools.partial(_strategy, **settings), share, module, ranks, **of_trainer)
 
@@ -50,7 +50,7 @@ def test_two_ranks_update_whole_tensors(layer, data_parallel, optimizer):
 
 
 class Divided(Mixture):
-    """Experts of one rank have an optimizer of their own."""
+    """The experts of one rank have an optimizer of their own."""
 
     def __init__(self, layer="listed"):
         super().__init__(layer)
@@ -94,7 +94,7 @@ def test_a_closure_is_called_again(layer, data_parallel):
     ],
 )
 def test_four_ranks_update_whole_tensors(layer, data_parallel, beside):
-    # Where neither stages nor data ranks that share experts divide them, half of them are a rank's.
+    # Unless stages or ZeRO-3 ranks that share experts divide them further, each rank has half of the experts.
     is_sharded = data_parallel == "zero3" and beside in (None, "context")
     share = 1 / 4 if beside == "pipeline" or is_sharded else 1 / 2
     settings = {} if beside is None else {f"{beside}_parallel_size": 2}
@@ -112,6 +112,6 @@ def test_checkpoints_go_from_any_degree_to_any(layer, form, data_parallel, tmp_p
         for degree, saved in ((2, form), (4, form), (1, form), (2, "full"))
     ]
     if (data_parallel, layer) == ("zero3", "listed"):
-        # Ranks gather experts of a list that are not apart as their own tokens ask for them.
+        # With ZeRO-3, undistributed experts of a list are gathered as a rank's own tokens require.
         del strategies[2]
     assert_checkpoints_go_round(strategies, functools.partial(Mixture, layer, optimizer=MuonAndAdam), tmp_path)

@@ -1,4 +1,4 @@
-"""Experts over ranks of each pipeline stage: numbers, memory, checkpoints, evaluation and what is refused."""
+"""Expert parallelism within each pipeline stage: parity, memory, checkpoints, evaluation and refusals."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_checkpointed_blocks_of_stages_train_like_one_process(layer):
 @pytest.mark.parametrize("form", ["full", "sharded"])
 @pytest.mark.parametrize("data_parallel", ["ddp", "zero2", "zero3"])
 def test_checkpoints_go_to_stages_and_back(layer, form, data_parallel, tmp_path):
-    """From one process to experts in stages, to experts without stages, to stages without, and to one process."""
+    """From one process to experts in stages, to experts without stages, to stages without, and back to one process."""
     ways = [(2, 2, form), (4, 1, form), (1, 2, form), (2, 2, "full")]
     strategies = [
         functools.partial(_strategy, data_parallel, experts=experts, stages=stages, checkpoint=saved)
@@ -94,7 +94,7 @@ def test_stages_with_fewer_batches_take_part_in_the_others_evaluation(layer):
 
 
 class Ragged(Data):
-    """The last batch of one data rank can be cut, that of the other cannot."""
+    """Data in which one data-parallel rank's last batch can be split, and the other's cannot."""
 
     def train_dataloader(self):
         batches = [tuple(batch) for batch in super().train_dataloader()]
@@ -118,7 +118,7 @@ def test_data_ranks_make_as_many_micro_batches_as_each_other():
 
 
 class Bare(Mixture):
-    """Layers of experts that are no items of a list: their experts would be the smallest pieces to cut between."""
+    """Expert layers that are not items of a list: their experts would be the smallest units to cut between."""
 
     def __init__(self, layer="listed"):
         super().__init__(layer)
@@ -137,7 +137,7 @@ def test_no_cut_goes_through_a_layer_of_experts():
 
 
 class Loads(Mixture):
-    """Notes what is logged of the load of its experts."""
+    """Records the logged expert load."""
 
     def __init__(self):
         super().__init__("stacked")
@@ -184,14 +184,14 @@ def test_what_cannot_be_right_with_stages_is_refused(settings, message):
     ],
 )
 def test_sharded_stages_whose_experts_are_not_apart_train_like_one_process(module, pieces):
-    """Which experts a rank calls depends on its samples: ranks gather those of a layer together."""
+    """A rank's called experts depend on its samples: ranks gather all experts of a layer together."""
     strategy = functools.partial(_strategy, "zero3", experts=1, pieces=pieces)
     for each in run_ranks(4, functools.partial(fit, strategy, 4, module=module, gradient_clip_val=0.5)):
         assert_close(each["weights"], fit(module=module, gradient_clip_val=0.5)["weights"])
 
 
 class InItself(Mixture):
-    """Calls experts in its own forward, which every stage runs."""
+    """Calls experts in the module's own forward, which every stage runs."""
 
     def __init__(self, layer="listed"):
         super().__init__(layer)

@@ -1,4 +1,4 @@
-"""Experts over data and context ranks, beside layers that are split over tensor ranks."""
+"""Expert parallelism over data and context ranks, combined with tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_experts_beside_tensor_and_context_ranks_train_like_one_process(layer):
 )
 def test_ranks_that_share_samples_train_like_one_process(beside, layer, data_parallel):
     strategy = functools.partial(_strategy, beside, data_parallel)
-    # Tensor ranks have the same experts. Context ranks have others, and here two data ranks have the same.
+    # Tensor ranks have the same experts. Context ranks have different ones, which here two data ranks share.
     shards = 2 if (beside, data_parallel) == ("context", "zero3") else 1
     assert_trains_like_one_process(strategy, 1 / 2 / shards, busy_module(layer), **BUSY)
 
@@ -82,7 +82,7 @@ def test_ranks_that_share_samples_train_like_one_process(beside, layer, data_par
 )
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_split_sequences_and_stages_beside_experts_train_like_one_process(layer, data_parallel, ranks):
-    """On 4 ranks what tensor ranks have whole is split along the sequence; on 8 there are two stages of such ranks."""
+    """On 4 ranks, with sequence parallelism; on 8, with two pipeline stages."""
     settings = {"tensor_settings": {"sequence_parallel": True}}
     if ranks == 8:
         settings = {"pipeline_parallel_size": 2, "pipeline_settings": {"num_microbatches": 2}}
@@ -91,7 +91,7 @@ def test_split_sequences_and_stages_beside_experts_train_like_one_process(layer,
 
 
 class _Times(torch.autograd.Function):
-    """The same value, and a multiple of its gradient."""
+    """Identity in forward that multiplies the gradient in backward."""
 
     @staticmethod
     def forward(ctx, tensor, factor):
@@ -109,11 +109,11 @@ class LouderExpert(Expert):
 
 
 class Louder(Mixture):
-    """Ranks that see the same tokens come to different gradients of experts: on odd ones they are larger."""
+    """Experts whose gradients differ between ranks with the same tokens: on odd ranks they are larger."""
 
     def __init__(self, layer="listed"):
         super().__init__(layer)
-        # In a step ranks that share samples have one number.
+        # In a step, ranks that share samples report the same rank.
         self.factor = 1 + 0.5 * (dist.get_rank() % 2)
         for each in self.layers:
             for expert in each.experts if layer == "listed" else ():
@@ -139,7 +139,7 @@ class Louder(Mixture):
     ],
 )
 def test_copies_of_experts_stay_equal_whatever_their_gradients_are(beside, layer, data_parallel):
-    """Sums whose order changes (``index_add`` on a GPU) give ranks that see the same tokens other gradients."""
+    """Sums in nondeterministic order (``index_add`` on a GPU) give ranks with the same tokens different gradients."""
     strategy = functools.partial(_strategy, beside, data_parallel)
     run = functools.partial(fit, strategy, 4, module=functools.partial(Louder, layer), gradient_clip_val=0.5)
     found = [each["weights"] for each in run_ranks(4, run)]
@@ -161,8 +161,8 @@ def test_checkpointed_blocks_train_like_one_process(beside, layer):
 @pytest.mark.parametrize("form", ["full", "sharded"])
 @pytest.mark.parametrize("data_parallel", ["ddp", "zero2", "zero3"])
 def test_checkpoints_go_to_ranks_that_share_samples_and_back(beside, layer, form, data_parallel, tmp_path):
-    """From one process to both axes, to experts alone, to the other axis alone, to both again, and to one process."""
-    # With all parameters sharded, ranks gather experts of a list that are not apart as their own tokens ask for them.
+    """From one process to both axes, to experts only, to the other axis only, to both again, and to one process."""
+    # With ZeRO-3, undistributed experts of a list are gathered as a rank's own tokens require.
     third = (2, 2) if (data_parallel, layer) == ("zero3", "listed") else (1, 2)
     ways = [(2, 2, form), (4, 1, form), (*third, form), (2, 2, "full")]
     strategies = [

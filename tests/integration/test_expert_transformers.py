@@ -1,4 +1,4 @@
-"""Mixtures of transformers under ``pardist_ep``, unmodified, from small configurations."""
+"""Mixture-of-experts models of transformers under ``pardist_ep``, unmodified, from small configurations."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.helpers.runs import BATCH, Data, quiet_trainer
 pytest.importorskip("transformers")
 
 STEPS = 3
-#: Whose routers draw random numbers in training.
+#: Families whose routers draw random numbers in training.
 _DRAWN = ("Phimoe",)
 _ONE = ("Mixtral", "GptOss")
-#: A bias that starts from zero is off by 1.2e-5 after three steps in fp32: compared in fp64.
+#: A bias initialized to zero is off by 1.2e-5 after three steps in fp32: compared in fp64.
 _ROUNDED = [("GptOss", "context")]
 
 
 class Decoder(pl.LightningModule):
-    """A mixture of a family, its loss taken inside the model."""
+    """Causal language model of a family; the loss is computed inside the model."""
 
     def __init__(self, family):
         super().__init__()
@@ -59,7 +59,7 @@ class Decoder(pl.LightningModule):
 def _train(family, strategy="auto", devices=1, path=None, save=None, steps=STEPS, precise=False, **kwargs):
     module = Decoder(family)
     if precise:
-        # Its grouped operator has no fp64.
+        # The grouped operator does not support fp64.
         module.model.config._experts_implementation = "eager"
         kwargs["precision"] = "64-true"
     draw = torch.Generator().manual_seed(6)
@@ -80,7 +80,7 @@ def test_families_train_like_one_process(family):
     expected, losses, held = _train(family)
     strategy = ExpertParallelStrategy(expert_dispatch="tokens")
     for weights, of_rank, share in run_ranks(2, functools.partial(_train, family, strategy, 2)):
-        # The first is that of a forward alone.
+        # The first loss depends on a forward only.
         assert abs(float(of_rank[0] - losses[0])) <= 1e-6 * abs(float(losses[0]))
         assert_close({"losses": of_rank}, {"losses": losses})
         assert_close(weights, expected)
@@ -124,7 +124,7 @@ def test_families_train_like_one_process_with_experts_beside(family, beside):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_go_from_any_degree_to_any_with_all_parameters_sharded(family, tmp_path):
-    """One process's checkpoint through ZeRO-3 on four ranks with experts on four, two and one of them, and back."""
+    """Move one process's checkpoint through ZeRO-3 on four ranks with expert degrees 4, 2 and 1, and back."""
     train = functools.partial(_train, family, steps=2)
     expected, losses, held = train(max_epochs=5)
     path = tmp_path / "one.ckpt"

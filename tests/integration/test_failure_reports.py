@@ -1,4 +1,4 @@
-"""What a job prints when it ends early: one rank says why, in one sentence where the package refuses."""
+"""Output of a job that fails: one rank reports the cause, in one sentence if the package refuses."""
 
 import os
 import signal
@@ -75,7 +75,7 @@ def test_a_failure_of_all_ranks_is_shown_once(late):
 
 
 def _interrupt(strategy, rank, *, start="fit"):
-    """Press Ctrl-C, as a terminal does it for all processes, when a rank says that it sleeps; return the output."""
+    """Send SIGINT to the process group, as a terminal does, once a rank prints that it sleeps; return the output."""
     process = subprocess.Popen(
         [sys.executable, TRAIN, strategy, "2", "sleep" if start == "fit" else "sleep before", rank],
         env=os.environ | ENVIRONMENT,
@@ -83,7 +83,7 @@ def _interrupt(strategy, rank, *, start="fit"):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        # Whoever runs the tests in the background may ignore it.
+        # SIGINT may be ignored if the tests run in the background.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
@@ -165,7 +165,7 @@ def test_an_exit_of_all_ranks_ends_the_run(strategy, tmp_path):
 
 @pytest.mark.slow
 def test_an_exit_of_the_first_rank_alone_ends_the_run(tmp_path):
-    """What it started would wait for it, and it for what it started."""
+    """Otherwise it and the processes it has started would wait for each other."""
     finished = run_script(SAVES, "pardist_zero2", "0", "SystemExit", str(tmp_path))
     assert finished.code == 0, finished.output
     assert not finished.left

@@ -1,4 +1,4 @@
-"""What a strategy has replaced by parts is freed: no rank keeps whole parameters beside its own."""
+"""Parameters that a strategy has replaced by shards are freed: no rank keeps full copies."""
 
 import gc
 import weakref
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Deep(Base):
-    """Remembers what it was made of without holding it."""
+    """Holds only weak references to its initial parameters."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ STRATEGIES = {
 
 def _replaced_bytes(name, ranks):
     module = Deep()
-    # Nothing waits for the collector of cycles, which comes when it likes.
+    # Check without the garbage collector, which runs at arbitrary times.
     gc.collect()
     gc.disable()
     try:

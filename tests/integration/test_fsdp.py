@@ -1,4 +1,4 @@
-"""What the matrix does not show of ``pardist_zero3``, ``pardist_fsdp`` and ``pardist_hsdp``."""
+"""``pardist_zero3``, ``pardist_fsdp`` and ``pardist_hsdp`` beyond the matrix."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ BATCHES = 3
 
 
 def fit(make, strategy, devices, max_epochs, ckpt_path=None, **trainer_kwargs):
-    """Train; the module and its trainer."""
+    """Train, and return the module and its trainer."""
     torch.manual_seed(11)
     module = make()
     options = {"use_distributed_sampler": False, "max_epochs": max_epochs, **trainer_kwargs}
@@ -85,14 +85,14 @@ def test_a_checkpoint_is_the_plain_one_and_resumes_on_any_number_of_ranks(tmp_pa
 
 
 class OnMeta(Classifier):
-    """Built without values, as a module that fits no rank whole."""
+    """Module built on ``meta``, like one that fits no rank."""
 
     def __init__(self):
         super().__init__()
         del self.net, self.head
 
     def configure_model(self):
-        # Here, since a launcher may have reset the seed meanwhile (PL_GLOBAL_SEED).
+        # Seeded here: a launcher may have reset the seed meanwhile (PL_GLOBAL_SEED).
         torch.manual_seed(11)
         with torch.device("meta") if dist.is_initialized() else contextlib.nullcontext():
             built = Classifier()
@@ -140,7 +140,7 @@ def _afterwards():
     assert type(module.head) is torch.nn.Linear
     assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
     if dist.get_rank() == 0:
-        # Nobody else takes part: it is an ordinary module, without hooks of ours.
+        # Rank zero alone: the copy is a plain module, without this package's hooks.
         twin = copy.deepcopy(module)
         twin(torch.randn(2, 1, 8, 8)).sum().backward()
         assert all(parameter.grad is not None for parameter in twin.parameters())
@@ -151,7 +151,7 @@ def _afterwards():
     state = trainer.strategy.lightning_module_state_dict()
     if dist.get_rank() == 0:
         assert_close(state, whole)
-    # Every rank together may still call it, and run it again.
+    # All ranks together can still call the module, and run it again.
     images = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert_close({"out": held(images)}, {"out": module(images)})
     for model in (module, held):
@@ -170,7 +170,7 @@ def test_the_module_is_ordinary_afterwards_or_stays_sharded():
 
 
 class Fails(Classifier):
-    """Raises in its second batch, once."""
+    """Raises once, in its second batch."""
 
     failed = False
 
@@ -203,7 +203,7 @@ def test_a_failed_run_of_one_rank_leaves_an_ordinary_module():
     trainer = quiet_trainer(strategy=sharded(), devices=1)
     with pytest.raises(KeyError, match="the user's"):
         trainer.fit(module, DataLoader(module.dataset(BATCH), batch_size=2))
-    # Its group is gone, and shards over it could not be touched.
+    # The process group is gone, and shards over it could not be accessed.
     assert not dist.is_initialized()
     assert type(module.head.weight.detach().clone()) is torch.Tensor
 
@@ -212,7 +212,7 @@ def test_a_failed_run_of_one_rank_leaves_an_ordinary_module():
 
 
 class Samples(Classifier):
-    """Runs itself on the first rank alone when an epoch of validation ends."""
+    """Runs the module on rank zero alone at the end of each validation epoch."""
 
     def on_validation_epoch_end(self):
         if self.global_rank == 0:
@@ -231,13 +231,13 @@ def _evaluate(strategy, devices):
     module = Samples()
     train_data, data = module.dataset(24), module.dataset(23)
     trainer = quiet_trainer(strategy=strategy, devices=devices)
-    # One batch, so that the order of its samples does not matter.
+    # A single batch: the order of its samples does not matter.
     trainer.fit(module, DataLoader(train_data, batch_size=24 // devices), DataLoader(data, batch_size=1))
     values = dict(trainer.callback_metrics)
     predicted = torch.cat(trainer.predict(module, DataLoader(data, batch_size=4)))
     rank = trainer.global_rank
     if devices == 2:
-        # A rank with one batch and a rank with many, in a loader that is the user's own business.
+        # One rank with one batch and one with many, in a loader without a distributed sampler.
         own = Subset(data, range(1) if rank == 0 else range(1, 23))
         uneven = quiet_trainer(strategy=sharded(), devices=2, use_distributed_sampler=False)
         (alone,) = uneven.validate(module, DataLoader(own, batch_size=1), verbose=False)
@@ -256,7 +256,7 @@ def test_evaluation_with_different_numbers_of_batches():
 
 
 class Measures(Samples):
-    """A metric object that gathers its state when it is computed."""
+    """Metric object that synchronises its state in ``compute``."""
 
     def __init__(self):
         super().__init__()
@@ -298,7 +298,7 @@ def test_fewer_samples_than_ranks_and_metrics_of_their_own(sync_metrics):
 
 
 class DanglingGan(Gan):
-    """Clears gradients after its steps only, so that toggling must hold."""
+    """Clears gradients only after its steps: correct results depend on toggling."""
 
     def training_step(self, batch, batch_idx):
         noise, real = batch
@@ -318,7 +318,7 @@ class DanglingGan(Gan):
 
 
 class Thaws(Classifier):
-    """The lower part is trained from the second epoch on."""
+    """The lower part is only trained from the second epoch on."""
 
     def on_train_epoch_start(self):
         self.net.requires_grad_(self.current_epoch > 0)
@@ -335,7 +335,7 @@ def _steps(name, devices, strategies):
 @pytest.mark.parametrize("name", STEPS)
 def test_same_weights_as_one_process(name):
     (expected,) = _steps(name, 1, ["auto"])
-    # All parameters the root's, and units of their own.
+    # All parameters in the root unit, and in separate units.
     strategies = [FSDPStrategy(), sharded(), sharded(allow_divergent_forward=True)]
     for rank_weights in run_ranks(2, _steps, name, 2, strategies):
         for weights in rank_weights:
@@ -400,7 +400,7 @@ def test_averages_of_a_module_that_stays_sharded():
 
 
 class Queries(pl.LightningModule):
-    """A table whose weight the forward reads by itself, and hands to layers."""
+    """Module whose forward reads an embedding's weight directly and passes it to layers."""
 
     def __init__(self):
         super().__init__()
@@ -423,7 +423,7 @@ class Queries(pl.LightningModule):
 
 
 class Evaluated(Data):
-    """What is trained on is evaluated."""
+    """Validates on the training data."""
 
     def val_dataloader(self):
         return self.train_dataloader()
@@ -448,7 +448,7 @@ def test_a_weight_that_evaluation_reads_by_itself():
 
 
 class SparseTables(pl.LightningModule):
-    """Tables whose gradients are sparse, and an optimizer that takes them."""
+    """Embeddings with sparse gradients, and an optimizer that supports them."""
 
     def __init__(self):
         super().__init__()
@@ -486,7 +486,7 @@ def test_sparse_gradients_are_made_dense(accumulate):
 
 
 class Drawn(torch.optim.SGD):
-    """Adds noise to its steps."""
+    """Optimizer that adds noise to its steps."""
 
     @torch.no_grad()
     def step(self, closure=None):

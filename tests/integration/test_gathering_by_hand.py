@@ -1,4 +1,4 @@
-"""User code that calls ``torch.distributed`` itself, where ranks see the same samples, against one process."""
+"""User code with its own ``torch.distributed`` calls, on ranks with the same samples, against one process."""
 
 import functools
 import sys
@@ -22,7 +22,7 @@ STEPS = 4
 
 
 class Gather(torch.autograd.Function):
-    """As lightly's and others': tensors of all ranks, with gradients."""
+    """Differentiable all-gather, as in lightly and other packages."""
 
     @staticmethod
     def forward(ctx, x):
@@ -38,7 +38,7 @@ class Gather(torch.autograd.Function):
 
 
 class Contrastive(Base):
-    """A loss over the samples of all ranks, which it gathers by itself; loaders with samplers of its own."""
+    """Loss over the samples of all ranks, which the module gathers itself; loaders with samplers of its own."""
 
     def __init__(self, by="function", **kwargs):
         super().__init__(**kwargs)
@@ -60,7 +60,7 @@ class Contrastive(Base):
             sent = z[0].detach().clone()
             dist.broadcast(sent, src=0)
             assert torch.equal(sent, z[0].detach())
-            # Every rank has the whole batch's loss, and its backward sums over ranks.
+            # Every rank computes the whole batch's loss, and the collective's backward sums over ranks.
             return own + (z[:, None, 0] - z[None, :, 1]).square().sum() / 100
         return own + (z[:, None, 0] - z[None, :, 1]).square().sum() / 100
 
@@ -102,7 +102,7 @@ def test_samples_count_once(strategy, devices, by):
 
 class Hooked(Contrastive):
     def on_train_epoch_end(self):
-        # Outside of a step the default group is the world: rank 0 alone writes files.
+        # Outside of a step the default group is the world: only rank 0 writes files.
         self.noted = dist.get_rank(), dist.get_world_size()
         dist.all_reduce(torch.ones(()))
 
@@ -130,7 +130,7 @@ def test_counting_over_the_world_outside_of_steps_is_warned_about_with_its_line(
 
 
 class ScalesByRanks(Contrastive):
-    """A learning rate for as many ranks as there are, the linear scaling rule (arXiv 1706.02677)."""
+    """Linear scaling of the learning rate with the number of ranks (arXiv 1706.02677)."""
 
     def training_step(self, batch, batch_idx):
         return F.mse_loss(self.net(batch[0]), batch[1])

@@ -1,4 +1,4 @@
-"""Steps that take the same samples on any number of ranks."""
+"""Steps with the same global batch on any number of ranks."""
 
 import warnings
 
@@ -29,7 +29,7 @@ class Module(pl.LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        # Which makes the Trainer ask for loaders already here.
+        # Makes the Trainer set up the data loaders already here.
         self.steps = self.trainer.estimated_stepping_batches
         return [optimizer], [{"scheduler": decay, "interval": "step"}]
 
@@ -99,7 +99,7 @@ def _go_on(how, path):
 
 
 class Batches(BatchSampler):
-    """Somebody's own."""
+    """User-defined batch sampler."""
 
 
 def _refused(loader, match, **given):

@@ -1,4 +1,4 @@
-"""Gradients under ZeRO-1 and 2 as users find them in ``param.grad``: whole, lazy, and theirs to change."""
+"""Gradients under ZeRO-1 and 2 as seen by users in ``param.grad``: whole, lazy, and modifiable."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ STEPS = 4
 
 
 class Changes(Plain):
-    """Of the parameters that this rank has, each in its own way."""
+    """Changes each gradient that this rank has in a different way."""
 
     def on_before_optimizer_step(self, optimizer):
         for index, param in enumerate(self.parameters()):
@@ -79,7 +79,7 @@ def test_changed_by_hand_beside_other_axes(row):
 
 
 class Totals(Plain):
-    """Clips in two steps, by the norm of all gradients; with those of other ranks, which are None, or without."""
+    """Clips in two steps, by the norm of all gradients; with or without the other ranks' gradients, which are None."""
 
     def on_before_optimizer_step(self, optimizer):
         params = list(self.parameters())
@@ -111,7 +111,7 @@ def test_norms_of_all_gradients_where_ranks_hold_stages(strategy, ranks):
 
 
 class Asks(Plain):
-    """Looks whether there are gradients, of what shape, and at their norms; zeroes in every way there is."""
+    """Reads gradients' existence, shapes and norms, and zeroes them in every way."""
 
     def on_before_optimizer_step(self, optimizer):
         assert all(param.grad is not None and param.grad.shape == param.shape for param in self.parameters())
@@ -181,7 +181,7 @@ def _masters():
     assert weight.dtype == torch.bfloat16
     assert len(repr(weight)) > 100
     listed = torch.tensor(weight.tolist())
-    # Who only looks takes no digits from what is stepped with.
+    # Reading gradients does not reduce the precision of those that are stepped with.
     assert all(map(torch.equal, exact, engine.local_grads(module.parameters())))
     weight[0].zero_()
     engine.grad_power(module.parameters())

@@ -1,4 +1,4 @@
-"""Hooks and attributes that a module puts on its parameters and layers when it is made are there under every axis."""
+"""Hooks and attributes set on parameters and layers at construction are preserved under every axis."""
 
 import lightning.pytorch as pl
 import pytest
@@ -17,7 +17,7 @@ LENGTH, WIDTH = 6, 8
 
 
 class Block(nn.Module):
-    """A pair of layers that tensor ranks split."""
+    """Pair of layers that tensor parallelism splits."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Hooked(pl.LightningModule):
-    """Hooks that change gradients and results, not all of them linear; one is taken away again."""
+    """Module with hooks that change gradients and outputs, some of them nonlinear; one hook is removed again."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ def test_what_hooks_do_not_do_in_a_pipeline_is_told():
     assert "Full backward hooks of blocks.1 run" in told[0]
     assert "blocks.0.norm.weight" in told[1]
     assert "on_after_backward of Hooked" in told[2]
-    # Inside of what a stage runs, and without micro-batches.
+    # Inside a stage's units, and without micro-batches.
     inside = list(told_of_hooks(module, ["blocks.1.up", "head"], 1))
     assert len(inside) == 2
     assert not list(told_of_hooks(pl.LightningModule(), [], 4))

@@ -1,4 +1,4 @@
-"""Buffers that a module registers in its first forward, on the ranks that come by alone."""
+"""Buffers that a module registers in its first forward, also on single ranks only."""
 
 import lightning.pytorch as pl
 import pytest
@@ -15,7 +15,7 @@ from tests.helpers.runs import quiet_trainer
 
 
 class Indexed(nn.Module):
-    """Makes an index when it is first called, as litgpt's LoRA layers do, and a buffer that is saved."""
+    """Creates an index in its first call, as litgpt's LoRA layers do, and a persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Late(pl.LightningModule):
 
 
 class SecondRank(Late):
-    """Another rank's samples lead to another branch, which makes a buffer."""
+    """The last rank's samples lead to another branch, which registers a buffer."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx and self.global_rank == self.trainer.world_size - 1 and not hasattr(self, "seen"):

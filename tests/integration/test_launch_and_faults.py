@@ -1,4 +1,4 @@
-"""Scripts that start their own ranks: every way to start them, and every way for one to fail."""
+"""Scripts that start their own ranks: every launch method, and every kind of failure."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_ranks_in_different_collectives_are_named_long_before_the_timeout():
 
 
 def test_ranks_that_call_a_layer_another_number_of_times_are_named():
-    """Its parameters are of another size than those that the other rank gathers meanwhile."""
+    """The layer's parameters have another size than those that the other rank gathers meanwhile."""
     finished = run_script(TRAIN, "units", "2", "layer", "1")
     assert finished.code == 1
     report = finished.output[finished.output.rindex("Ranks wait in different collectives") :]
@@ -116,7 +116,7 @@ def test_stopped_rank_is_named():
 
 @pytest.mark.slow
 def test_stopped_first_rank_holds_nobody(tmp_path):
-    """It holds the job's store, too, which does not answer from then on."""
+    """The first rank also holds the job's store, which stops responding."""
     command = [sys.executable, TRAIN, "pardist_ddp", "2", "stop", "0"]
     output = tmp_path / "output.txt"
     with output.open("w") as file:
@@ -153,7 +153,7 @@ def test_every_kind_of_strategy_ends_in_time(strategy, fault, reported):
     print(f"{strategy}, {fault}: the job has ended {seconds:.1f} s later (heartbeat_timeout_s=5)")
     assert finished.code == 1
     assert reported in finished.output, finished.output
-    # The heartbeat, and what a rank gets to end by itself.
+    # Heartbeat timeout plus the time a rank gets to exit by itself.
     assert seconds < 5 + 10, finished.output
     assert not finished.left
 

@@ -1,4 +1,4 @@
-"""Layers that a custom autograd function calls in backward (reversible ones), and parameters that hooks read there."""
+"""Layers called in backward by a custom autograd function (reversible ones), and parameters that hooks read there."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ STRATEGIES = {
 
 
 class Coupling(nn.Module):
-    """One of RevNet's layers (arXiv 1707.04585), which keeps no activation."""
+    """One of RevNet's layers (arXiv 1707.04585), which stores no activations."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ def test_layers_that_a_backward_calls_are_gathered_for_it(strategies):
 
 
 class Seeded(Coupling):
-    """Keeps for the backward pass what its forward has drawn, as the Reformer does (arXiv 2001.04451)."""
+    """Restores its forward's random state in backward, as the Reformer does (arXiv 2001.04451)."""
 
     seed = None
 

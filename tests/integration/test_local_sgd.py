@@ -1,4 +1,4 @@
-"""Islands that average every few steps, against one process that trains them one after the other."""
+"""Local SGD: islands that average every few steps, against one process that trains them in turn."""
 
 import copy
 
@@ -22,7 +22,7 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3),
 }
-#: What each island does, and how many ranks it has for that.
+#: Parallelism inside each island, and its number of ranks per island.
 INSIDE = {
     "ddp": ({}, 1),
     "zero2": ({"data_parallel": "zero2"}, 2),
@@ -76,9 +76,9 @@ def _fit(inside, ranks, optimizer, sync_every, further=None, options=None, ckpt_
 
 
 def _simulate(islands, optimizer, sync_every, outer=None, start=0, meetings=()):
-    """One process: every island's share of each batch in turn, a mean of the parameters every ``sync_every`` steps.
+    """Simulate in one process: every island's part of each batch in turn, and a mean every ``sync_every`` steps.
 
-    With ``outer``, learning rate and momentum of DiLoCo's outer step; gradients are averaged before step ``start``.
+    ``outer`` gives learning rate and momentum of DiLoCo's outer step; gradients are averaged before step ``start``.
     """
     models = [_build(optimizer)]
     anchor = [param.detach().clone().requires_grad_() for param in models[0].parameters()]
@@ -113,7 +113,7 @@ def _simulate(islands, optimizer, sync_every, outer=None, start=0, meetings=()):
 
 @torch.no_grad()
 def _average(models):
-    """Tensors of several models, one list each, are replaced by their means."""
+    """Replace the tensors of several models, one list each, by their means."""
     for values in zip(*models, strict=True):
         mean = torch.stack([value.detach() for value in values]).mean(0)
         for value in values:
@@ -157,14 +157,14 @@ def test_diloco(inside, ranks, optimizer, start):
 @pytest.mark.push("zero2-4", "ddp-2")
 @pytest.mark.parametrize(("inside", "ranks"), [("ddp", 2), ("zero2", 4), ("zero3", 4)])
 def test_post_local_sgd_begins_as_ddp(inside, ranks):
-    """Gradients are averaged, clipped and stepped upon as on one process, as long as that is set."""
+    """Until ``start_local_step``, gradients are averaged and clipped as on one process."""
     want = run_ranks(2, _ddp, "adamw")[0]
     for got in run_ranks(ranks, _fit, inside, ranks, "adamw", 2, {"start_local_step": STEPS}, CLIP):
         assert_close(got, want)
 
 
 class Counting(Regressor):
-    """A mean over what is not ignored, of which islands have different numbers."""
+    """Mean over unignored samples, whose number differs between islands."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -205,7 +205,7 @@ def _ddp(optimizer):
 
 
 def _resumed(inside, ranks, form, folder):
-    """Saves after three steps, goes on in the same run; and once more from there."""
+    """Save after three steps, continue in the same run; and resume from the checkpoint."""
     further = {**DILOCO, "checkpoint": form}
     path = f"{folder}/last.ckpt"
     _fit(inside, ranks, "adamw", 2, further, {"max_steps": 3}, save_to=path)
@@ -224,7 +224,7 @@ def _resumed(inside, ranks, form, folder):
     ],
 )
 def test_resume_is_exact(inside, ranks, form, tmp_path):
-    """Every island goes on with its own optimizer, and the outer momentum is there."""
+    """Every island's own optimizer state and the outer momentum are restored."""
     further = {**DILOCO, "checkpoint": form}
     want = run_ranks(ranks, _interrupted, inside, ranks, further)
     got = run_ranks(ranks, _resumed, inside, ranks, form, str(tmp_path))
@@ -233,7 +233,7 @@ def test_resume_is_exact(inside, ranks, form, tmp_path):
 
 
 def _interrupted(inside, ranks, further):
-    """The same run, which meets where the other one saves."""
+    """Run the same training uninterrupted, with a synchronisation where the other run saves."""
     module = _build("adamw")
 
     class Meet(pl.Callback):
@@ -278,7 +278,7 @@ def test_conversion_keeps_the_islands(tmp_path):
 
 
 def _evaluates_apart():
-    """Each island validates what it has, and goes on from there."""
+    """Each island validates its own weights, and continues from them."""
     module = _build("sgd")
     strategy = LocalSGDStrategy(sync_every=100, sync_before_validation=False)
     seen = []
@@ -322,7 +322,7 @@ def test_once_an_epoch():
 
 
 def _islands_of_data(inside, optimizer, sync_every):
-    """Batch ranks of an island are neighbours, so that its share differs from the simulation's stride."""
+    """Batch ranks of an island are neighbours: its share differs from the simulation's stride."""
     module = _build(optimizer)
     trainer = quiet_trainer(strategy=_strategy(inside, 4, sync_every), devices=4, use_distributed_sampler=False)
     trainer.fit(module, datamodule=Data(_dataset()))
@@ -332,7 +332,7 @@ def _islands_of_data(inside, optimizer, sync_every):
 
 @pytest.mark.parametrize("inside", ["zero2", "zero3"])
 def test_islands_shard_inside(inside):
-    """Rank 0 and 1 are an island, 2 and 3 the other: the same as four samples at a stride, two by two."""
+    """Ranks 0 and 1 are one island, 2 and 3 the other: each combines the strided shares of its two ranks."""
     models = [_build("adamw")]
     models.append(copy.deepcopy(models[0]))
     optimizers = [OPTIMIZERS["adamw"](model.parameters()) for model in models]

@@ -1,4 +1,4 @@
-"""``self.log`` in its variants: epoch values are those of one process, whatever the ranks logged."""
+"""``self.log`` in its variants: epoch values equal one process's, whatever the ranks log."""
 
 import warnings
 
@@ -89,7 +89,7 @@ def test_variants(kwargs):
 
 
 class DifferentKeys(Logs):
-    """Ranks log different keys, in a different order (Lightning mixes the values of the keys then)."""
+    """Ranks log different keys in different orders (Lightning would mix up their values)."""
 
     def training_step(self, batch, batch_idx):
         loss = F.mse_loss(self.layer(batch[0]), batch[1])
@@ -157,12 +157,12 @@ def test_gradients_of_a_gather_among_some_ranks():
     for found in run_ranks(4, _gather_in_pairs):
         for rows, grad, rank in found:
             assert rows == [[1.0] * 3, [2.0] * 3]
-            # Of both ranks' sums, the second of which weighs twice as much.
+            # From both ranks' sums, where the second has twice the weight.
             assert grad == [(6.0, 120.0)[rank]] * 3
 
 
 def _sync_bn(dim, precision, strategy="pardist_ddp", devices=2):
-    """Batches of different sizes on the ranks: 3 and 5 samples, of one process' 8."""
+    """Train with batches of different sizes on the ranks: 3 and 5 samples of one process's 8."""
 
     class Norm(pl.LightningModule):
         def __init__(self):
@@ -176,7 +176,7 @@ def _sync_bn(dim, precision, strategy="pardist_ddp", devices=2):
 
         def training_step(self, batch, batch_idx):
             (x,) = batch
-            # Summed and divided by the whole batch's size over ranks: the mean over ranks of this is one process' mean.
+            # Sum divided by the global batch size: the mean of this over ranks is one process's mean.
             return self.norm(self.inner(x)).sin().sum() * self.trainer.world_size / 8
 
         def validation_step(self, batch, batch_idx):
@@ -232,5 +232,5 @@ def _unsynced():
 
 
 def test_advice_to_combine_what_is_not():
-    # The first rank speaks for all.
+    # Only rank zero warns.
     assert len(run_ranks(2, _unsynced)[0]) > 3

@@ -1,4 +1,4 @@
-"""Losses that are means over what ranks and micro-batches hold different amounts of: tokens, weights of classes."""
+"""Losses that are means over unequal amounts on ranks and micro-batches: tokens, class weights."""
 
 import warnings
 
@@ -16,7 +16,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
 
 SAMPLES, LENGTH, CLASSES, STEPS = 8, 6, 5, 4
-#: How many of a global batch's samples each rank gets.
+#: Number of a global batch's samples on each rank.
 EVEN, UNEVEN = (4, 4), (5, 3)
 STRATEGIES = {
     "ddp": DDPStrategy,
@@ -138,7 +138,7 @@ def mixed_up(logits, labels):
 
 
 def in_pairs(logits, labels):
-    """Which of two samples is ahead."""
+    """Pairwise loss: which of two samples scores higher."""
     scores = logits.mean((1, 2))
     return F.softplus(scores[:, None] - scores).mean()
 
@@ -149,7 +149,7 @@ def mean_of_classes(logits, labels):
     return (logits.new_zeros(2).index_add(0, classes, losses) / counts).mean()
 
 
-#: Of one mean or sum, so that the loss of a batch follows from those of its parts.
+#: Losses with a single mean or sum: a batch's loss follows from those of its parts.
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, added, per_sample, sum_per_sample]
 SEVERAL = [two_terms, mixed, of_positives, of_nothing]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
@@ -170,11 +170,11 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         ids, labels = batch
-        # First, so that stages of a pipeline send what the last one adds.
+        # Computed first: stages of a pipeline then send what the last one adds.
         penalty = self.net[1:](self.grid).square().sum() if self.at_points else 0.0
         loss = self.loss(self.net(ids), labels)
         if not self.automatic_optimization:
-            # What is logged has been part of what backward was run from, which has freed its counts.
+            # The logged value belongs to a graph that backward has already freed, together with its counts.
             self.manual_backward(loss / 2)
             self.optimizers().step()
             self.optimizers().zero_grad()
@@ -204,10 +204,10 @@ def _data():
 
 
 def _loader(sizes, rank, steps=STEPS, empty=False):
-    """Each global batch's samples go to ranks in runs of these sizes."""
+    """Return a loader that assigns each global batch's samples to ranks in runs of these sizes."""
     data = _data()
     if empty:
-        # Of the first rank's share of a batch nothing counts.
+        # Nothing counts in the first rank's part of a batch.
         data.tensors[1][SAMPLES : SAMPLES + EVEN[0]] = -100
     begin = sum(sizes[:rank])
     batches = [list(range(step * SAMPLES + begin, step * SAMPLES + begin + sizes[rank])) for step in range(steps)]
@@ -331,7 +331,7 @@ def test_what_is_logged_behind_a_backward_by_hand(loss):
 
 
 class OfOwnLosses(Module):
-    """Sets its learning rate by what the rank has seen, or by what all have."""
+    """Sets its learning rate by this rank's loss, or by the loss over all ranks."""
 
     def __init__(self, loss="ignored", everywhere=False):
         super().__init__(loss)
@@ -407,7 +407,7 @@ def test_samples_that_a_step_mixes_are_said_once(strategy, sizes, given, who):
     ids=str,
 )
 def test_a_penalty_at_points_that_the_module_holds(strategy, sizes, given):
-    """It is one process's penalty on each rank and in each micro-batch, however many rows it sums."""
+    """The penalty equals one process's on each rank and in each micro-batch, however many rows it sums."""
     parts = 2 if strategy in ("tp", "pp") else 1
     _run(strategy, world=parts * len(sizes), sizes=sizes, module={"at_points": 0.1}, given=given)
 
@@ -416,7 +416,7 @@ def test_a_penalty_at_points_that_the_module_holds(strategy, sizes, given):
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("loss", [loss.__name__ for loss in GATHERED])
 def test_samples_that_are_gathered_before_they_are_compared(loss, strategy):
-    """As warnings recommend: each rank has the whole loss, which no count weighs, and nothing is to be said."""
+    """Samples gathered as warnings recommend: each rank has the whole loss, no count weights it, no warning appears."""
     _run(strategy, sizes=UNEVEN if loss == "overlap_of_all" else EVEN, module={"loss": loss})
     said, *_ = run_ranks(2, _warned, EVEN, {}, strategy, loss, 1)
     assert not [each for each in said if "that of a single process" in each]

@@ -1,4 +1,4 @@
-"""Workers that go on without one that is gone, where servers only serve."""
+"""Workers that continue after one is lost, with dedicated servers."""
 
 from datetime import timedelta
 
@@ -37,7 +37,7 @@ def test_the_others_go_on_without_a_worker_that_is_gone(fault, why, workers, ser
     assert f"{STEPS - 7} of {STEPS} batches in epoch 0, and all of later epochs" in line
     found = done(finished)
     assert sorted(found) == [0, *range(2, workers + servers)]
-    # Parameters and running statistics: everybody evaluates the same, and servers have it too.
+    # Parameters and running statistics: all ranks evaluate equally, dedicated servers included.
     assert len({(each["val"], each["test_val"], each["sum"]) for each in found.values()}) == 1
     assert {found[rank]["step"] for rank in found if rank < workers} == {EPOCHS * STEPS}
     for log in read_logs(tmp_path / "updates"):
@@ -86,7 +86,7 @@ def test_further_runs_do_without_who_is_gone_or_are_refused(then, tmp_path):
 @pytest.mark.slow
 def test_without_a_loss_nothing_is_different(tmp_path):
     found = {}
-    # One worker, whose order of updates is always the same, and several.
+    # With one worker, whose update order is deterministic, and with several.
     for fault in ("none", "end"):
         (tmp_path / fault).mkdir()
         finished = lose(tmp_path / fault, fault, -1, workers=1)

@@ -19,7 +19,7 @@ from tests.helpers.parity import assert_close
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.runs import train
 
-#: name of the row -> (registered name, or what makes the strategy, ranks)
+#: name of the row -> (registered name or strategy factory, ranks)
 STRATEGIES = {
     "ddp-2": ("pardist_ddp", 2),
     "ddp-4": ("pardist_ddp", 4),
@@ -30,10 +30,10 @@ STRATEGIES = {
     "zero2-4": ("pardist_zero2", 4),
     "zero3-2": ("pardist_zero3", 2),
     "zero3-4": ("pardist_zero3", 4),
-    # Small modules: with the usual smallest unit all parameters would be the root's.
-    # An equal share of everything on each rank.
+    # Factories set a small unit size: with the default, all parameters of these modules would belong to the root.
+    # Each rank serves an equal share of everything.
     "ps-2": ("pardist_ps", 2),
-    # Two workers, whose updates a third rank makes.
+    # Two workers, and a dedicated server that makes the updates.
     "ps_dedicated-3": (functools.partial(ParameterServerStrategy, dedicated_servers=1), 3),
     "fsdp-2": (functools.partial(FSDPStrategy, min_unit_size_mb=0), 2),
     "hsdp-4": (functools.partial(FSDPStrategy, min_unit_size_mb=0, data_shard_size=2), 4),
@@ -52,7 +52,7 @@ STRATEGIES = {
         ),
         4,
     ),
-    # The sequence is shorter than the batch is large.
+    # The sequence is shorter than the batch is large, hence an explicit dim.
     "cp-2": (functools.partial(ContextParallelStrategy, sequence_dim=1), 2),
     "cp_ddp-4": (functools.partial(ContextParallelStrategy, context_parallel_size=2, sequence_dim=1), 4),
     "cp_zero3-4": (
@@ -129,15 +129,15 @@ STRATEGIES = {
     ),
 }
 
-#: What is chosen is the same on every machine.
+#: A single candidate makes the selection the same on every machine.
 STRATEGIES["auto-2"] = (functools.partial(AutoStrategy, strategies=["pardist_zero2"]), 2)
 #: Rows whose devices are threads of fewer processes.
 PROCESSES = {"dp-2": 1, "dp-3": 1}
 STRATEGIES |= {"dp-2": ("pardist_dp", 2), "dp-3": ("pardist_dp", 3)}
 
-#: Rows whose ranks have optimizer states of their own, and one process's numbers where a step is linear in gradients.
+#: Rows with separate optimizer states per rank, which equal one process only where a step is linear in gradients.
 ISLANDS = {"local_sgd-2": ("sgd", "accumulate")}
-#: Ranks of rows that have no batches, and so no losses.
+#: Ranks of rows without batches, and thus without losses.
 ONLY_SERVE = {"ps_dedicated-3": (2,)}
 #: Modules that train with Adam, whatever the column.
 ADAPTIVE = ("gpt", "param_groups")
@@ -149,19 +149,19 @@ AUTOMATIC = tuple(name for name in ALL if name != "gan")
 FEATURES = {
     "sgd": (ALL, {}, {}),
     "adam": (tuple(name for name in ALL if name != "mnist"), {"optimizer": "adamw"}, {}),
-    # Adam makes steps of gradients that are rounding alone: 1.07e-5 of a weight in fp32, 2e-14 in fp64.
+    # Adam amplifies gradients that are pure rounding noise: 1.07e-5 of a weight in fp32, 2e-14 in fp64.
     "adam64": (("mnist",), {"optimizer": "adamw"}, {"precision": "64-true"}),
     "accumulate": (AUTOMATIC, {}, {"accumulate_grad_batches": 3}),
     "clip_norm": (AUTOMATIC, {}, {"gradient_clip_val": 0.05}),
     "clip_value": (("classifier", "gpt"), {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "sync_batchnorm": (("batch_norm",), {}, {"sync_batchnorm": True}),
-    # 18 layers of batch norm over few samples amplify rounding by thousands: in fp64 what is left is the mathematics.
+    # 18 layers of batch norm over few samples amplify rounding by thousands: fp64 removes that.
     "sync_batchnorm64": (("cifar",), {}, {"sync_batchnorm": True, "precision": "64-true"}),
     "float64": (("classifier", "gpt"), {}, {"precision": "64-true"}),
 }
 
 
-#: What rows refuse, and why.
+#: Modules that a row refuses, and why.
 _BY_PIPELINES = {"gan": "optimizes by hand", "awkward": "does not call the same layers in every step"}
 _TOO_SMALL = dict.fromkeys(("classifier", "param_groups", "large_embedding"), "the step calls only [23] unit")
 _FOUR_STAGES = ("pp_interleaved-2", "pp-4", "pp_zb-4")
@@ -169,12 +169,12 @@ REFUSED = {row: _BY_PIPELINES for row in STRATEGIES if row.startswith("pp")}
 REFUSED |= {row: {"gan": "optimizes by hand"} for row in PROCESSES}
 _NO_SEQUENCE = ("mnist", "cifar", "classifier", "param_groups", "batch_norm", "gan", "awkward")
 REFUSED |= {row: dict.fromkeys(_NO_SEQUENCE, "found no sequence") for row in STRATEGIES if row.startswith("cp")}
-#: What rows run in the place of a column's modules, which they refuse.
+#: Modules that replace a column's own in rows that refuse those.
 INSTEAD = {row: ("experts",) for row in STRATEGIES if row.startswith("ep")}
 _NO_EXPERTS = tuple(dict.fromkeys(name for names, _, _ in FEATURES.values() for name in names))
 REFUSED |= {row: dict.fromkeys(_NO_EXPERTS, "No experts were found") for row in INSTEAD}
 REFUSED |= dict.fromkeys(_FOUR_STAGES, _BY_PIPELINES | _TOO_SMALL)
-#: Cells that every push runs, of rows that need not run them all; `make test-all` runs the rest.
+#: Columns of a row that every push runs, if not all; `make test-all` runs the rest.
 QUICK = {
     "ddp-1": ("adam",),
     "ddp-2": ("adam", "accumulate", "clip_value", "sync_batchnorm"),
@@ -241,10 +241,10 @@ def _cells():
         for feature, (_, _, trainer_kwargs) in FEATURES.items():
             apart = row != "pp-2" and row.startswith(("pp", "dp", "cp", "ep"))
             if apart and "sync_batchnorm" in trainer_kwargs:
-                continue  # Too few layers for four stages, refused, or modules without a sequence.
+                continue  # too few layers for four stages, refused, or no sequence
             if feature not in ISLANDS.get(row, FEATURES):
                 continue
-            # On four ranks every push runs what differs most.
+            # On four ranks every push runs the most distinctive column.
             quick = QUICK.get(row, ("clip_norm",) if devices == 4 else tuple(FEATURES))
             marks = () if feature in quick else pytest.mark.slow
             yield pytest.param(row, feature, (), id=f"{row}-{feature}", marks=marks)
@@ -268,7 +268,7 @@ def test_same_numbers_as_one_process(row, feature, only):
             want = _expected(module, feature)
             for part in ("losses", "weights", "metrics")[rank in ONLY_SERVE.get(row, ()) :]:
                 assert_close(got[part], want[part])
-            if rank == 0 and row not in ISLANDS:  # where a checkpoint is written
+            if rank == 0 and row not in ISLANDS:  # only the rank that writes checkpoints has the optimizer state
                 assert_close(got["optimizer"], want["optimizer"])
 
 
@@ -282,7 +282,7 @@ def test_refused_with_the_reason(row, module):
         run_ranks(devices, _run_column, strategy, devices, "sgd", [module])
 
 
-#: Where one process cannot be the measure (rounding, each rank's own batch norm): bit for bit Lightning's ddp.
+#: Cases where one process is no reference (rounding, per-rank batch norm): bit for bit Lightning's ddp.
 AS_LIGHTNING = {
     "sgd": (("mnist", "gan", "awkward", "batch_norm"), {}, {}),
     "bf16-mixed": (("mnist", "gpt", "awkward"), {}, {"precision": "bf16-mixed"}),
@@ -310,5 +310,5 @@ def test_bit_for_bit_as_lightnings_ddp(feature):
     for module, (ours, theirs) in first.items():
         for part in ("losses", "weights", "optimizer"):
             assert_close(ours[part], theirs[part], rtol=0.0)
-        # Lightning leaves the ranks with running statistics of their own; ours all have the first rank's.
+        # Lightning leaves each rank its own running statistics; here all have rank zero's.
         assert_close(second[module][0]["weights"], ours["weights"], rtol=0.0)

@@ -24,14 +24,14 @@ def _run(num_ranks, **given):
     command = [_mpirun(), "-np", str(num_ranks), "--oversubscribe", "python", TRAIN, json.dumps(given)]
     if os.geteuid() == 0:
         command.insert(1, "--allow-run-as-root")
-    # Through Python, so that leftovers are looked for.
+    # Started through Python, to detect leftover processes.
     starter = f"import subprocess, sys; sys.exit(subprocess.run({command!r}).returncode)"
     return run_script("-c", starter, PATH=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
 
 
 def _is_open_mpi():
     shown = subprocess.run([_mpirun(), "--version"], capture_output=True, text=True, check=False)
-    # What it calls itself depends on the name that it was called by.
+    # The reported name depends on the name of the executable.
     return "Open MPI" in shown.stdout or "OpenRTE" in shown.stdout
 
 
@@ -45,7 +45,7 @@ def test_mpirun(num_ranks):
         found = ended(finished.output, strategy)
         assert set(found) == set(range(num_ranks)), finished.output
         assert {one.environment for one in found.values()} == {"MPIEnvironment"}
-        # The same batches on one process.
+        # Reference: the same batches on one process.
         assert (found[0].steps, found[0].weights) == (8, pytest.approx(alone().weights, rel=1e-5)), strategy
     assert "listens at" not in finished.output, "one host needs no more than loopback"
     assert not finished.left
@@ -59,7 +59,7 @@ def test_several_hosts(told):
     with Hosts(2) as hosts:
         given = json.dumps({"strategy": STRATEGIES, "devices": 1, "num_nodes": 2})
         options = ["-np", "2", "--host", "h1:1,h2:1", "--mca", "plm_rsh_agent", str(hosts.remote_shell())]
-        # Variables of this process reach other hosts as they do over ssh: if they are named.
+        # Variables of this process reach other hosts only if they are named, as over ssh.
         options += [word for name in ("PATH", *ENVIRONMENT) for word in ("-x", name)]
         if told:
             options += ["-x", "MASTER_ADDR=h1"]

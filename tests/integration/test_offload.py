@@ -1,4 +1,4 @@
-"""Offload under the Trainer: parity, resume, and what is left when a run fails."""
+"""Offload under the Trainer: parity, resume, and recovery from failed runs."""
 
 import functools
 import os
@@ -66,7 +66,7 @@ def _resumed(folder, path):
     found = []
     for index, strategy in enumerate(_strategies(folder)):
         module, trainer = _fit(strategy, 2, 2, ckpt_path=path)
-        # After a run as well, when the module is whole again.
+        # Also saved after a run, when the module is unsharded again.
         trainer.save_checkpoint(f"{folder}/{index}.ckpt")
         found.append(snapshot(module))
     return found
@@ -88,7 +88,7 @@ def test_checkpoints_are_the_plain_ones(tmp_path):
 
 
 def _whole_tensors(folder, wanted):
-    """By strategy: weights after two epochs, in one run and with a checkpoint between."""
+    """Return by strategy the weights after two epochs, in one run and with a checkpoint in between."""
     found = []
     for form, strategy in zip(("full", "sharded"), _strategies(folder / "state")[1:], strict=True):
         path, weights = str(folder / f"{form}.ckpt"), []
@@ -124,7 +124,7 @@ def test_optimizers_of_whole_tensors_go_on_bit_for_bit(tmp_path):
 
 
 def _out_of_space(folder):
-    """The disk fills up when training goes on: the checkpoint of the run before is still there."""
+    """The disk is full when training resumes: the previous run's checkpoint must survive."""
     callback = pl.callbacks.ModelCheckpoint(dirpath=folder / "saved", save_last=True)
     kwargs = {"enable_checkpointing": True, "callbacks": [callback]}
     _fit(FSDPStrategy(offload=folder / "state"), 2, 1, **kwargs)

@@ -1,4 +1,4 @@
-"""Checkpoints of earlier formats go on loading; the files in ``tests/data`` were written by the versions they name."""
+"""Checkpoints of earlier formats still load; the files in ``tests/data`` were written by the versions they name."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.helpers.checkpoints import run
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import run_ranks
 
-#: Before 0.1.0: the sizes of the four axes that there were, as a list.
+#: Format before 0.1.0: the sizes of the four axes of that time, as a list.
 UNNAMED = Path(__file__).parents[1] / "data" / "checkpoints_unnamed_layout"
 
 

@@ -1,4 +1,4 @@
-"""Every way of optimizing that Lightning knows, under data parallelism, against one process."""
+"""Every optimization pattern that Lightning supports, under data parallelism, against one process."""
 
 import functools
 from unittest import mock
@@ -24,7 +24,7 @@ STEPS = 4
 
 
 class Plain(Base):
-    """Two linear layers, and a place for variations."""
+    """Two linear layers, the base of all variants."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -45,7 +45,7 @@ class Dict(Plain):
 
 
 class Manual(Plain):
-    """Accumulates by hand, steps every second batch, with a scheduler and clipping by value."""
+    """Manual accumulation with a step every second batch, a scheduler and clipping by value."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -69,7 +69,7 @@ class Manual(Plain):
 
 
 class ManualTwice(Manual):
-    """Two backward calls before one step, and one by ``loss.backward()`` that Lightning never sees."""
+    """Two backward calls before one step, one of them ``loss.backward()`` outside of Lightning."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -83,7 +83,7 @@ class ManualTwice(Manual):
 
 
 class TwoLosses(Manual):
-    """Two optimizers, one of a scalar that a backward of its own reaches alone; inputs are differentiated, too."""
+    """Two optimizers, one of a scalar that only a separate backward reaches; inputs are differentiated, too."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -110,7 +110,7 @@ class TwoLosses(Manual):
 
 
 class DropsByHand(Manual):
-    """Lets go of gradients by hand at the start of a step."""
+    """Sets gradients to None by hand at the start of a step."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -151,7 +151,7 @@ class ManualLbfgs(Closure):
 
 
 class Gan(Base):
-    """Alternation, with a choice of toggling; a shared encoder stays out of the discriminator's step."""
+    """GAN with alternating optimizers and optional toggling; a shared encoder is excluded from the critic's step."""
 
     toggle = True
 
@@ -188,7 +188,7 @@ class GanUntoggled(Gan):
 
 
 class GanWithinOneStep(Gan):
-    """Gradients are zeroed right after a step, so that only toggling keeps the other network's clean."""
+    """Gradients are zeroed right after a step: only toggling keeps the other network's clean."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -207,7 +207,7 @@ class GanWithinOneStep(Gan):
 
 
 class WGanGP(Gan):
-    """A gradient penalty: a second derivative through ``torch.autograd.grad``."""
+    """WGAN-GP: gradient penalty with a second derivative through ``torch.autograd.grad``."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -263,7 +263,7 @@ class SparseEmbedding(Base):
 
 
 class OwnHooks(Plain):
-    """``backward``, ``optimizer_step`` and ``configure_gradient_clipping`` overridden."""
+    """Overrides ``backward``, ``optimizer_step`` and ``configure_gradient_clipping``."""
 
     def backward(self, loss, *args, **kwargs):
         (loss / 2).backward(retain_graph=True)
@@ -295,7 +295,7 @@ class LazyLayer(Plain):
 
 
 class LateLayers(Plain):
-    """Layers made in ``configure_model``, as large models do."""
+    """Layers created in ``configure_model``, as in large models."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -322,7 +322,7 @@ class Finetuned(Plain):
 
 
 class ClipsByHand(Plain):
-    """With torch's functions, in place of ``Trainer(gradient_clip_val=...)``."""
+    """Clips with torch's functions in place of ``Trainer(gradient_clip_val=...)``."""
 
     def on_before_optimizer_step(self, optimizer):
         nn.utils.clip_grad_norm_(self.parameters(), 0.05)
@@ -330,7 +330,7 @@ class ClipsByHand(Plain):
 
 
 class ChangesGradients(Plain):
-    """In hooks, in every way there is: in place, another tensor, none at all; and looks at them."""
+    """Changes gradients in hooks in every way: in place, by another tensor, by None; and reads them."""
 
     def on_after_backward(self):
         for param in self.parameters():
@@ -351,7 +351,7 @@ class ChangesGradients(Plain):
 
 
 class ManualChanges(Manual):
-    """Between two backward passes, one of which Lightning never sees, and before the step; and only looks behind it."""
+    """Changes gradients between two backward passes, one of them outside of Lightning, and before the step."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -378,7 +378,7 @@ class ManualChanges(Manual):
 
 
 class ManualClips(Manual):
-    """Through Lightning's method, and on a torch optimizer that Lightning does not wrap."""
+    """Clips through Lightning's method, with a torch optimizer that Lightning does not wrap."""
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers(use_pl_optimizer=False)
@@ -392,7 +392,7 @@ class ManualClips(Manual):
 
 
 class ManualClipsByTorch(Manual):
-    """All of the module's parameters, within the step; and the norm as Lightning documents it."""
+    """Clips all of the module's parameters within the step, and computes the norm as in Lightning's documentation."""
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -409,7 +409,7 @@ class ManualClipsByTorch(Manual):
 
 
 class Sharpness(Manual):
-    """Sharpness-aware minimization by hand: leaves out parameters that have no gradient."""
+    """Sharpness-aware minimization in manual optimization; skips parameters without gradient."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -431,7 +431,7 @@ class Sharpness(Manual):
 
 
 class SetsGradients(Manual):
-    """Without a backward."""
+    """Sets gradients without a backward."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -447,7 +447,7 @@ class FreezeByHand(Plain):
 
 
 class FollowsBetween(Plain):
-    """A teacher that follows between forward and backward, without a trace in version counters."""
+    """EMA teacher updated between forward and backward, without a change of version counters."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -463,7 +463,7 @@ class FollowsBetween(Plain):
 
 
 class OddNumbers(Plain):
-    """Complex parameters, and buffers of dtypes that gloo does not know, one of which changes."""
+    """Complex parameters, and buffers of dtypes that gloo does not support, one of which changes."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -479,7 +479,7 @@ class OddNumbers(Plain):
 
 
 class StateBeforeSteps(Plain):
-    """An optimizer that makes its state in its constructor, of a layer that is frozen until later as well."""
+    """Optimizer that creates its state in its constructor, also for a layer that is frozen until later."""
 
     def configure_optimizers(self):
         return torch.optim.Adagrad(self.parameters(), lr=0.1, initial_accumulator_value=0.1)
@@ -489,7 +489,7 @@ class StateBeforeSteps(Plain):
 
 
 class Renormalized(Plain):
-    """An embedding that rescales in forward the rows that it looks up."""
+    """Embedding that renormalizes the looked-up rows in forward."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -497,7 +497,7 @@ class Renormalized(Plain):
 
 
 class LeftOut(Plain):
-    """A parameter that torch's DDP would neither send nor average: each rank has its own."""
+    """Parameter that torch's DDP would neither broadcast nor average: each rank has its own."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -505,7 +505,7 @@ class LeftOut(Plain):
 
 
 class LazyUncalled(Plain):
-    """Parameters that the first call is to make."""
+    """Lazy parameters that are only materialized in the first call."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -520,7 +520,7 @@ class StepScheduler(Plain):
 
 
 class Plateau(Plain):
-    """The learning rate falls by what was logged, of an epoch or of a step, without ``sync_dist``."""
+    """Learning rate schedule that follows a logged value, of an epoch or of a step, without ``sync_dist``."""
 
     def __init__(self, interval="step", monitor="train_loss", **kwargs):
         super().__init__(**kwargs)
@@ -602,7 +602,7 @@ def _fit(strategy, devices, name):
     }
 
 
-#: What a strategy refuses in place of a wrong number, by words of the message.
+#: Cases that a strategy refuses, with words of the message.
 REFUSED = {
     "renormalized": dict.fromkeys(
         ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "'table' has max_norm"
@@ -613,7 +613,7 @@ REFUSED = {
     "lazy_uncalled": dict.fromkeys(
         ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "'second.weight' has no shape before"
     ),
-    # Within training_step the module's parameters are gathered ones, and their gradients are not.
+    # Within training_step the module's parameters are gathered ones, but their gradients are not.
     "manual_changes": {"pardist_zero3": "reads or changes the gradient of"},
     "sharpness": {"pardist_zero3": "reads or changes the gradient of"},
     "sets_gradients": {"pardist_zero3": "the step sets the gradient of"},
@@ -640,9 +640,9 @@ def _cells():
     for strategy in ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"):
         for name in CASES:
             if name == "sets_gradients" and strategy != "pardist_zero3":
-                # Each rank sets those of its own samples, and nobody averages them.
+                # Each rank sets gradients of its own samples, which are not averaged.
                 continue
-            # Stages 1 and 2 differ in what the other tests of ZeRO look at.
+            # Stages 1 and 2 differ only in what the other tests of ZeRO cover.
             marks = pytest.mark.slow if strategy == "pardist_zero2" and name != "changes_gradients" else ()
             cells.append(pytest.param(strategy, name, marks=marks))
     return cells
@@ -669,7 +669,7 @@ def test_same_as_one_process(strategy, name):
 
 
 class LogsNorms(Plain):
-    """What Lightning documents for looking at gradients, of two dtypes."""
+    """Logs gradient norms as in Lightning's documentation, with two dtypes."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -703,7 +703,7 @@ def test_gradient_norms_that_users_log(strategy):
 
 
 class SetBySamples(Plain):
-    """The first batch sets a shift (ActNorm): each rank sees another."""
+    """Data-dependent initialization of a shift (ActNorm): each rank has a different first batch."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -725,7 +725,7 @@ def test_parameters_that_a_step_sets_by_samples(strategy):
 
 
 class NoneOnSecondRank(Plain):
-    """The second rank skips a batch. One process does what that means: half the loss, of half the samples."""
+    """The second rank skips a batch. The equivalent on one process: half the loss, of half the samples."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -785,7 +785,7 @@ def test_iterable_dataset():
 
 
 class Calls(Callback):
-    """Counts all-reduces of gradients, batch by batch; what losses count travels in doubles."""
+    """Counts all-reduces of gradients per batch; counts of losses are sent as doubles and excluded."""
 
     def __init__(self):
         self.counts = []
@@ -814,7 +814,7 @@ def _count(kwargs):
 
 
 def test_accumulation_sends_nothing_before_the_boundary():
-    # 7 batches a rank: the last is a boundary, too.
+    # 7 batches per rank: the last is an accumulation boundary, too.
     assert run_ranks(2, _count, {"accumulate_grad_batches": 3}) == [[0, 0, 1, 0, 0, 1, 1]] * 2
     schedule = GradientAccumulationScheduler({0: 1, 1: 4})
     counts = run_ranks(2, _count, {"callbacks": [schedule], "max_epochs": 2})
@@ -822,7 +822,7 @@ def test_accumulation_sends_nothing_before_the_boundary():
 
 
 class SeesGradients(Plain):
-    """Hooks of the module and of callbacks look at gradients."""
+    """Reads gradients in hooks of the module and of callbacks."""
 
     def __init__(self):
         super().__init__()
@@ -868,7 +868,7 @@ def test_hooks_see_averaged_gradients():
 
 
 class OwnZeroGrad(Plain):
-    """Overrides what Lightning calls before training and before validation in it."""
+    """Overrides the method that Lightning calls before training, and before validation during training."""
 
     def __init__(self):
         super().__init__()
@@ -923,7 +923,7 @@ def _empty_init():
     with trainer.init_module(empty_init=True):
         module = Plain()
     with torch.no_grad():
-        # Every rank starts from what lay in memory: the first rank's values are what counts.
+        # Every rank starts from uninitialized memory: rank zero's values must be used.
         for param in module.parameters():
             param.fill_(0.1 * (1 + trainer.global_rank))
     trainer.fit(module, DataLoader(points(8), batch_size=2))
@@ -979,7 +979,7 @@ def test_samplers_of_the_user_are_kept():
 
 
 class Quiet(Plain):
-    """Logs nothing: torch's compiler cannot trace ``self.log`` of lightning 2.6, on one process neither."""
+    """Logs nothing: torch's compiler cannot trace ``self.log`` of lightning 2.6, not even on one process."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch

@@ -1,4 +1,4 @@
-"""Optimizers of whole tensors, and what modules and Trainers do besides: ties, freezing, several of them, resuming."""
+"""Optimizers of whole tensors with ties, freezing, several optimizers, and resuming."""
 
 import functools
 
@@ -85,7 +85,7 @@ def test_tied_stacked_and_unfrozen(by_hand):
 
 
 def _resumed(strategies, devices, folder):
-    """Whether two halves come to the bits of a run in one piece."""
+    """Return whether two half runs equal a single run bit for bit."""
     same = []
     for strategy in strategies:
         ends = []
@@ -111,7 +111,7 @@ def test_resuming_is_bit_equal(tmp_path):
 
 
 class ReadsRates(Base):
-    """Logs the learning rate, which a scheduler lowers by what a step has logged, and weighs its loss by it."""
+    """Logs the learning rate, which a scheduler lowers by a logged value, and weights its loss by it."""
 
     def __init__(self) -> None:
         super().__init__()

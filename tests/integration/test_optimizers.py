@@ -1,4 +1,4 @@
-"""Every optimizer under every strategy against one process, and the table of it in the documentation."""
+"""Every optimizer under every strategy against one process, and its table in the documentation."""
 
 import functools
 
@@ -23,7 +23,7 @@ from tests.helpers.runs import BATCH, STEPS, Data, Losses, global_losses, quiet_
 
 _UNITS = {"min_unit_size_mb": 0}
 _ISLANDS: dict = {"outer_parallel_size": 2}
-#: name of the row -> (what makes the strategy, ranks)
+#: name of the row -> (strategy factory, ranks)
 STRATEGIES = {
     "ddp-2": ("pardist_ddp", 2),
     "zero1-2": ("pardist_zero1", 2),
@@ -55,19 +55,19 @@ STRATEGIES = {
         4,
     ),
 }
-#: Islands do not give one process's numbers: they are compared with islands whose ranks have everything.
+#: Islands do not equal one process: their reference is islands whose ranks hold complete states.
 REFERENCES = {
     row: (functools.partial(LocalSGDStrategy, sync_every=2, data_parallel="ddp", **_ISLANDS), 4)
     for row in ("islands_zero2-4", "islands_zero3-4")
 }
 SOME = ("Adafactor", "Muon", "Shampoo (user's)", "Muon and Adam (user's)", "LBFGS")
-#: What every push runs: on four ranks less, on eight nothing.
+#: Optimizers that every push runs: fewer on four ranks, none on eight.
 QUICK = {
     row: SOME if devices < 4 else ("Muon and Adam (user's)", "Norm of all (user's)")
     for row, (_, devices) in STRATEGIES.items()
     if devices < 8 and row not in ("ddp-2", "zero1-2", "zero2-3", "hsdp-4", "islands_zero2-4", "islands_zero3-4")
 }
-#: State of its constructor, of tensors that are split besides.
+#: Optimizer state created in the constructor, here for tensors that are also split.
 QUICK["tp_zero2-4"] += ("Adagrad",)
 #: Families that need other modules: LBFGS has steps of size 1 and line searches in torch's own tests.
 _MODULES = {"LBFGS": Convex, "SparseAdam": Looked}
@@ -75,7 +75,7 @@ SETTINGS = {"precision": "64-true", "gradient_clip_val": 0.5, "accumulate_grad_b
 
 
 class OneUlp(pl.Callback):
-    """Moves every number of every gradient that backward brings to the one above or below."""
+    """Callback that moves every element of every gradient by one ulp, up or down."""
 
     def __init__(self, seed=0):
         self.seed = seed
@@ -102,7 +102,7 @@ def _train(strategy, devices, name, settings, reverse=False, also=()):
     record = Losses()
     settings = dict(settings)
     if name.startswith(("LBFGS", "SparseAdam")):
-        # LBFGS's closure is called several times for one batch, and clipping amplifies rounding there: 1e-9 under DDP.
+        # LBFGS evaluates its closure several times per batch, and clipping amplifies rounding there: 1e-9 under DDP.
         # torch does not clip sparse gradients.
         settings = {"precision": settings["precision"]}
     trainer = quiet_trainer(
@@ -132,12 +132,12 @@ def expected(name):
 
 @functools.cache
 def rounded_otherwise(name):
-    """One process that adds up the samples of each batch in another order: what rounding alone does."""
+    """Train in one process that sums the samples of each batch in another order: the effect of rounding alone."""
     return _train("auto", 1, name, SETTINGS, reverse=True)
 
 
 def moved_by_one_ulp(name, seed):
-    """One process whose gradients are off by the least that there is."""
+    """Train in one process whose gradients are off by one ulp."""
     return _train("auto", 1, name, SETTINGS, also=[OneUlp(seed)])
 
 
@@ -146,7 +146,7 @@ def column(strategy, devices, names):
 
 
 def references(row, names):
-    """What a row is compared with, by name."""
+    """Return the reference results of a row by name."""
     if row not in REFERENCES:
         return {name: expected(name) for name in names}
     strategy, devices = REFERENCES[row]
@@ -183,7 +183,7 @@ def test_every_optimizer_under_every_strategy(row):
 
 
 class Grouped(Trained):
-    """Finds its groups before it is sharded, and uses them behind that."""
+    """Computes parameter groups before it is sharded, and uses them afterwards."""
 
     def setup(self, stage):
         self.groups = split_groups(self, next(iter(DataLoader(self.dataset(4), batch_size=4))))
@@ -216,7 +216,7 @@ def test_groups_are_found_before_a_module_is_sharded():
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
-#: Source, target, form of the checkpoint.
+#: Source, target, checkpoint format.
 CHANGES = [
     (("zero2", 2), ("zero2", 2), "full"),
     (("zero2", 2), ("zero3", 2), "sharded"),

@@ -1,4 +1,4 @@
-"""Fragments in turns, differences in few bits: against one process that trains the islands one after the other."""
+"""Streaming, quantised outer synchronisation: against one process that trains the islands in turn."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "outer_updates.json").
 
 
 def _rounded(values, kind):
-    """What is left of numbers that share scales by 2048."""
+    """Quantise and dequantise numbers that share scales by blocks of 2048."""
     if kind is None:
         return values
     if kind == "bf16":
@@ -38,7 +38,7 @@ def _rounded(values, kind):
 
 
 class Means:
-    """The mean of K vectors in two stages, each with an error that the next mean gets."""
+    """Quantised mean of K vectors in two stages, with error feedback to the next mean."""
 
     def __init__(self, islands, numel, kind, dtype):
         self.kind, self.numel, self.chunk = kind, numel, -(-numel // (2 * islands)) * 2
@@ -94,7 +94,7 @@ def _simulate(islands, optimizer, every, *, kind=None, fragments=1, delay=0, mix
                 held[island][i].data = share * held[island][i].data + (1 - share) * anchors[i].data
 
     def complete(index, pieces):
-        """As if the last step had had these besides."""
+        """Correct the last outer step as if it had included these pieces."""
         for i, piece in zip(parts[index], pieces, strict=True):
             momentum = outer_step.state[anchors[i]].get("momentum_buffer")
             if momentum is not None:
@@ -130,7 +130,7 @@ def _simulate(islands, optimizer, every, *, kind=None, fragments=1, delay=0, mix
     return snapshot(models[0])
 
 
-#: Optimizer, steps between meetings, and further settings.
+#: Optimizer, steps between synchronisations, and further settings.
 CASES = {
     "fragments": ("adamw", 3, {"fragments": 3}),
     "delay": ("sgd", 4, {"fragments": 2, "fragment_sync_delay": 2, "fragment_mixing": 0.5}),
@@ -194,7 +194,7 @@ def test_as_islands_one_after_the_other(islands):
     ],
 )
 def test_islands_of_several_ranks_end_alike(inside):
-    """Blocks of codes are those of what a rank holds, so that the numbers are not those of whole models."""
+    """Quantisation blocks are those of a rank's shards: the results differ from those of whole models."""
     first, *others = run_ranks(4, _fit, ["all"], 2, inside)
     start = {name: value.double() for name, value in snapshot(_build("adamw")).items()}
     for other in others:
@@ -216,13 +216,13 @@ def _saved_at_meetings(folder, compression):
 
 
 def test_a_checkpoint_on_a_meeting_is_no_further_outer_step(tmp_path):
-    """It brings what rounding has left, so that the run is the one without compression."""
+    """Saving flushes the rounding errors: the run equals one without compression."""
     (want, _), (got, _) = (run_ranks(2, _saved_at_meetings, str(tmp_path), kind) for kind in (None, "int4"))
     assert_close(got, want, rtol=1e-9)
 
 
 def _resumed(folder):
-    """Saved in the middle, with fragments on their way; and the same run without an end in between."""
+    """Save in the middle, with fragments in flight, and resume; and run the same without interruption."""
     optimizer, every, settings = CASES["all"]
     results = []
     for ckpt in (None, f"{folder}/half.ckpt"):
@@ -271,9 +271,9 @@ def _golden(case):
 
 @pytest.mark.parametrize("case", GOLDEN, ids=[case["kind"] for case in GOLDEN])
 def test_golden_updates(case):
-    """Means that were worked out once by plain arithmetic: a sequence of meetings of two islands."""
+    """Precomputed means by plain arithmetic: a sequence of synchronisations of two islands."""
     for found, left in run_ranks(2, _golden, case):
-        # What is left is a remainder of numbers that are larger by far.
+        # The error is a small remainder of much larger numbers.
         got, want = torch.stack([*found, left]), torch.tensor([*case["means"], case["left"]])
         assert_close({"means": got}, {"means": want}, rtol=1e-6)
 
@@ -292,7 +292,7 @@ def test_codes_are_small_and_near(kind, bits, error):
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_codes_of_a_tensor_depend_on_no_other(kind):
-    """Tensor ranks hold whole biases beside different parts of weights, and have to stay alike."""
+    """Tensor ranks hold replicated biases next to different shards of weights, and the replicas must stay equal."""
     bias, one, other = (torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (13, 40, 27))
     found = []
     for before in (one, other):
@@ -360,7 +360,7 @@ def test_what_islands_of_a_hybrid_refuse(settings, said):
 
 
 class LastBatch(pl.Callback):
-    """Weights behind the last step, in front of the meeting that ends training."""
+    """Records the weights after the last step, before the synchronisation at the end of training."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.weights = snapshot(pl_module)

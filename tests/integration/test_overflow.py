@@ -24,7 +24,7 @@ STRATEGIES = {
 
 
 class Overflows(Base):
-    """The last element's gradient overflows in the second batch: one rank has it. One parameter goes unused."""
+    """The last element's gradient overflows in the second batch, on the rank that holds it. One parameter is unused."""
 
     def __init__(self, fused=False):
         super().__init__()
@@ -48,7 +48,7 @@ class Overflows(Base):
 
 
 class NoLossOnFirst(Overflows):
-    """The first rank has no loss in the first batch; one process has half of the samples' there."""
+    """The first rank has no loss in the first batch, where one process uses half of the samples."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

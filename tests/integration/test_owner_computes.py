@@ -1,4 +1,4 @@
-"""Model parallelism without stages: manual optimization, loops, packed sequences, gradients of gradients."""
+"""Model parallelism without stages: manual optimization, loops, packed sequences, double backward."""
 
 import lightning.pytorch as pl
 import pytest
@@ -37,7 +37,7 @@ class Base(pl.LightningModule):
 
 
 class GradientPenalty(Base):
-    """A Wasserstein GAN: two optimizers, gradients of gradients, noise, clamped weights, a shared table of weights."""
+    """Wasserstein GAN: two optimizers, double backward, noise, clamped weights, a shared scale parameter."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class GradientPenalty(Base):
 
 
 class Packed(Base):
-    """Sequences of many lengths, packed; a decoder that goes on as long as the longest, fed with its own output."""
+    """Packed sequences of many lengths; an autoregressive decoder that runs as long as the longest."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ class Packed(Base):
         given, loss = torch.zeros_like(state), 0.0
         for index in range(tokens.shape[1]):
             state = self.decoder(given, state)
-            # The weight of the embedding, read without its layer, as heads are that share it.
+            # Reads the embedding's weight without calling its layer, as tied heads do.
             logits = F.linear(state, self.embed.weight)
             mask = (index < lengths).float()
             loss = loss + (F.cross_entropy(logits, tokens[:, index], reduction="none") * mask).sum() / lengths.sum()
@@ -116,7 +116,7 @@ class Packed(Base):
 
 
 class Noted(nn.Module):
-    """Writes to its input, and keeps what free code reads: an auxiliary loss."""
+    """Layer that modifies its input in place and stores an auxiliary loss for code outside."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ class Noted(nn.Module):
 
 
 class OwnBackward(Base):
-    """A hook for backward of its own, blocks called in a loop, and several passes of one graph."""
+    """Overridden backward hook, blocks called in a loop, and several backward passes through one graph."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Asynchronous parameter servers: any run is repeated in one process from the order of updates that it wrote down."""
+"""Asynchronous parameter servers: any run can be replayed in one process from its log of updates."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ STEPS = 6
 
 
 class Words(pl.LightningModule):
-    """A table of which batches use a few rows, by sparse gradients or not, and layers behind it."""
+    """Embedding of which batches use few rows, with sparse gradients or not, and layers after it."""
 
     def __init__(self, optimizer="adamw", sparse=False, slow=None):
         super().__init__()
@@ -89,7 +89,7 @@ def _several(ranks, cases, folder):
 
 
 def _at_first_lr(module):
-    """The module's optimizer, before its schedule."""
+    """Return the module's optimizer at its initial learning rate, before the schedule."""
     optimizer = module.configure_optimizers()[0][0]
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"]
@@ -97,7 +97,7 @@ def _at_first_lr(module):
 
 
 def _replayed(ranks, module, options, folder):
-    """The same training by one process."""
+    """Replay the same training in one process."""
     module = _build(**module).double()
     optimizer = _at_first_lr(module)
     words, labels = _dataset().tensors
@@ -148,7 +148,7 @@ def test_the_order_of_updates_gives_the_same_weights(ranks, tmp_path):
 
 
 class TwoParts(Words):
-    """Two optimizers, stepped in turns by hand."""
+    """Two optimizers that step in turn in manual optimization."""
 
     def __init__(self):
         super().__init__()
@@ -198,7 +198,7 @@ class Skips(Words):
 
 
 def _uneven(folder):
-    """Rank 1 has two batches fewer, and rank 0 skips one of its own."""
+    """Train with two batches fewer on rank 1, while rank 0 skips one of its own."""
     torch.manual_seed(3)
     module = Skips()
     strategy = ParameterServerStrategy(max_staleness=1, update_log=folder)
@@ -220,7 +220,7 @@ def test_steps_without_gradients_are_turns_all_the_same(tmp_path):
     seen = torch.stack([each.float().mean() for index, each in enumerate(batches) if index != 2]).mean()
     for got, logged in results:
         assert_close(got, snapshot(module), rtol=1e-6)
-        # A batch that stands in for one that a worker does not have any more is not logged.
+        # A placeholder for a batch that a worker has no longer is not logged.
         assert logged == pytest.approx(float(seen), rel=1e-6)
     for log in read_logs(tmp_path):
         ticks = [(entry.worker, entry.turn) for entry in log.entries if entry.did == "tick"]
@@ -228,7 +228,7 @@ def test_steps_without_gradients_are_turns_all_the_same(tmp_path):
 
 
 class Watch(pl.Callback):
-    """Weights at every validation."""
+    """Callback that records the weights at every validation."""
 
     def __init__(self):
         self.seen = []
@@ -238,7 +238,7 @@ class Watch(pl.Callback):
 
 
 def _resumed(form, folder):
-    """Saves after three steps, goes on from there, and lets DDP open it."""
+    """Save after three steps, resume, and load the checkpoint under DDP."""
     path = f"{folder}/last.ckpt"
     settings = {"max_staleness": 1, "checkpoint": form, "update_log": f"{folder}/first"}
     first, _ = _fit(2, {"slow": 1}, settings, {"max_steps": 3}, save_to=path)

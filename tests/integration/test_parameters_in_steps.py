@@ -1,4 +1,4 @@
-"""Steps that read, set and copy the module's parameters otherwise than by optimizers, where ranks hold shards."""
+"""Steps that read, set and copy parameters other than by optimizers, where ranks hold shards."""
 
 import functools
 
@@ -14,7 +14,7 @@ from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, STEPS, Data, global_losses, quiet_trainer
 
-#: The root alone, which is gathered through each step, and units that are gathered for their calls.
+#: Root unit only, which stays gathered through each step, and units that are gathered for their calls.
 STRATEGIES = {
     "root": FSDPStrategy,
     "units": functools.partial(FSDPStrategy, min_unit_size_mb=0),
@@ -46,7 +46,7 @@ def _same_as_one_process(module_class):
 
 
 class TargetNetwork(Base):
-    """A network that is set to the trained one's values, in every step but the first (DQN); and back to old values."""
+    """Target network set to the online one's values in every step but the first (DQN), and once to old values."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -63,7 +63,7 @@ class TargetNetwork(Base):
         if batch_idx == 2:
             self.target.load_state_dict(self.old)
             state = self.trainer.strategy.lightning_module_state_dict()
-            # Others than the first rank have names alone.
+            # Ranks other than the first have only names.
             self.saved = {name: value.clone() for name, value in state.items() if value is not None}
         elif batch_idx:
             self.target.load_state_dict(self.online.state_dict())
@@ -81,7 +81,7 @@ def test_a_network_that_steps_set_to_another_ones_values():
 
 
 class Gated(nn.Module):
-    """Casts a layer in forward to the dtype that it has, as routers do, which changes nothing."""
+    """Casts a layer in forward to the dtype it already has, a no-op, as routers do."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class Gated(nn.Module):
 
 
 class Cast(Base):
-    """A chain of layers that are cast in forward."""
+    """Chain of layers that are cast in forward."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -115,7 +115,7 @@ def _weights(strategy="auto", devices=1):
 
 @pytest.mark.slow
 def test_a_layer_that_is_cast_to_its_own_dtype():
-    """Several micro-batches have passed the first stage before the first of them comes back."""
+    """Several micro-batches pass the first stage before the first one's backward reaches it."""
     expected = _weights()
     tensor_in_stages = functools.partial(
         HybridStrategy, pipeline_parallel_size=2, tensor_parallel_size=2, pipeline_settings={"num_microbatches": 4}

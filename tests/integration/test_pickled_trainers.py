@@ -1,4 +1,4 @@
-"""A Trainer that has run can be saved and copied, as Lightning's own tests do."""
+"""A Trainer can be pickled and copied after a run, as Lightning's own tests do."""
 
 import io
 import pickle
@@ -16,7 +16,7 @@ from tests.integration.test_applications import Net
 def _pickled(strategy, devices):
     trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
     module = Net()
-    # Before, and after: a Trainer is used again.
+    # Before the run and after it: a Trainer can be reused.
     pickle.dumps(trainer)
     trainer.fit(module, datamodule=Data(points(2 * BATCH)))
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Pipeline strategies under a Trainer: what users do in steps and hooks comes out as on one process, on every rank."""
+"""Pipeline strategies under a Trainer: user code in steps and hooks has one process's results, on every rank."""
 
 import json
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ CLASSES = 5
 
 
 class Points(Dataset):
-    """Samples as dicts, one of whose entries is no tensor."""
+    """Samples as dicts with one non-tensor entry."""
 
     def __init__(self, length, seed=3):
         generator = torch.Generator().manual_seed(seed)
@@ -37,7 +37,7 @@ class Points(Dataset):
 
 
 class Habits(pl.LightningModule):
-    """What modules do beside computing a loss."""
+    """Module with patterns besides computing a loss: metrics, logging and hooks."""
 
     def __init__(self):
         super().__init__()
@@ -312,7 +312,7 @@ def _refused():
 
 def test_refusals_reach_every_rank():
     first, second = run_ranks(2, _refused)
-    # The rank that is told first of the other one's refusal shows that.
+    # Each rank raises either refusal, whichever it receives first.
     assert first.keys() == second.keys()
 
 

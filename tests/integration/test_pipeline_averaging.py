@@ -1,4 +1,4 @@
-"""Averaging callbacks under a pipeline: each rank averages its stage, and everybody sees the whole."""
+"""Weight averaging callbacks under a pipeline: each rank averages its stages, and the whole average is available."""
 
 import copy
 from functools import partial
@@ -18,7 +18,7 @@ from tests.helpers.runs import quiet_trainer
 
 
 class OwnAverage(pl.Callback):
-    """As users write it."""
+    """Weight averaging as users write it."""
 
     def on_fit_start(self, trainer, pl_module):
         self.module = copy.deepcopy(pl_module)
@@ -40,7 +40,7 @@ KINDS = {
 
 
 class Net(pl.LightningModule):
-    """Tied ends, so that one average lies on two ranks."""
+    """Tied embedding and head: one average is held by two ranks."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class Net(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-3)
 
 
-#: fully_shard's modules cannot be copied any more.
+#: fully_shard's modules cannot be deep-copied.
 STRATEGIES = {
     "pp": (PipelineStrategy, 2, tuple(KINDS)),
     "pp_zero3": (partial(PipelineStrategy, pipeline_parallel_size=2, data_parallel="zero3"), 4, ("mean", "ema")),
@@ -120,7 +120,7 @@ def test_averages_are_those_of_one_process(row, tmp_path):
 
 
 def _stochastic(devices, strategy=None):
-    """Weights after the average took their place, and those of the callback's copy."""
+    """Return the weights after they were replaced by the average, and those of the callback's copy."""
     torch.manual_seed(11)
     module, average = Net(), StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
     trainer = quiet_trainer(
@@ -170,7 +170,7 @@ def test_what_cannot_be_averaged_is_refused(callback, settings, pattern):
 
 
 class Averaged(Net):
-    """Keeps an average itself, which only validation calls."""
+    """Keeps an average in the module itself, which only validation calls."""
 
     def __init__(self):
         super().__init__()
@@ -197,7 +197,7 @@ def _keep_average(strategy, devices):
 
 
 def test_an_average_that_the_module_keeps_in_a_hook_lies_where_its_layers_do():
-    """Layers that no training step calls are put where those are that they are copies of, tied ones too."""
+    """Layers that no training step calls are placed with the layers they are copies of, tied ones too."""
     ((weights, logged),) = run_ranks(1, _keep_average, "auto", 1)
     for found, values in run_ranks(2, _keep_average, PipelineStrategy(pipeline_parallel_size=2), 2):
         assert_close(found, weights)

@@ -1,4 +1,4 @@
-"""What a pipeline makes of batches that no dim cuts, of steps that want large ones, print and talk to other ranks."""
+"""Pipelines with batches that no dim splits, and with steps that need large ones, print or communicate."""
 
 import dataclasses
 import warnings
@@ -39,7 +39,7 @@ class Base(pl.LightningModule):
 
 
 class Graphs(Base):
-    """Nodes of several graphs in one tensor, their mean a sample."""
+    """Nodes of several graphs in one tensor; a sample is a sum over its nodes."""
 
     def training_step(self, batch, batch_idx):
         x, segment, y = batch
@@ -48,7 +48,7 @@ class Graphs(Base):
 
 
 class Weighed(Base):
-    """Class weights come with every batch."""
+    """Class weights that come with every batch."""
 
     def training_step(self, batch, batch_idx):
         y = self.net(batch["x"]) * batch["scales"]
@@ -56,7 +56,7 @@ class Weighed(Base):
 
 
 class Normed(Base):
-    """Batch norm over the samples alone, which one sample cannot have."""
+    """Batch norm over samples only, which fails on a single sample."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class Normed(Base):
 
 
 class Derived(Base):
-    """Logs functions of its loss, and what has nothing to do with a mean."""
+    """Logs functions of its loss, and values that are no means over samples."""
 
     def training_step(self, batch, batch_idx):
         y = self.net(batch[0])
@@ -78,7 +78,7 @@ class Derived(Base):
 
 
 class Noisy(Base):
-    """Draws random numbers, by which no two runs of a step are alike."""
+    """Draws random numbers: no two runs of a step are equal."""
 
     def training_step(self, batch, batch_idx):
         y = self.net(batch[0])
@@ -193,7 +193,7 @@ def test_micro_batches_are_as_small_as_the_step_allows():
 
 
 class TakesGradients(Base):
-    """Takes a gradient in its step, which fails on micro-batches of one sample."""
+    """Computes a gradient in its step, which fails on micro-batches of one sample."""
 
     def training_step(self, batch, batch_idx):
         x = batch[0].clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""The habits of Lightning's own test suite, with a model of two layers: a pipeline beside one process."""
+"""Patterns of Lightning's own test suite, with a model of two layers: a pipeline against one process."""
 
 import collections
 import tempfile
@@ -24,7 +24,7 @@ from tests.helpers.runs import quiet_trainer
 
 
 class Boring(BoringModel):
-    """Two layers in place of one."""
+    """BoringModel with two layers instead of one."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class OnlyBatch(Boring):
 
 
 class Outputs(Boring):
-    """Collects what its steps return."""
+    """Collects the results of its steps."""
 
     def on_train_epoch_start(self):
         self.outputs, self.seen = [], collections.Counter()
@@ -67,7 +67,7 @@ class Outputs(Boring):
 
 
 class Loaders(Boring):
-    """Two loaders to validate on, of different sizes of batches."""
+    """Two validation loaders with different batch sizes."""
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         x = self.step(batch)
@@ -79,7 +79,7 @@ class Loaders(Boring):
 
 
 class Several(Boring):
-    """Several loaders to train on make a dict of batches."""
+    """Several training loaders, combined into a dict of batches."""
 
     def training_step(self, batch, batch_idx):
         return self.step(batch["a"]) + self.step(batch["b"][0])
@@ -93,7 +93,7 @@ class Several(Boring):
 
 
 class OwnStep(Boring):
-    """Overrides what can be overridden around a step."""
+    """Overrides the hooks around a step."""
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         for group in optimizer.param_groups:
@@ -128,7 +128,7 @@ class Frozen(Boring):
 
 
 class Batch:
-    """A class of the user's own."""
+    """User-defined batch class."""
 
     def __init__(self, samples):
         self.x = torch.stack(samples)
@@ -140,7 +140,7 @@ class Batch:
 
 
 class Skips(Boring):
-    """Leaves a batch out."""
+    """Skips a batch by returning None."""
 
     def training_step(self, batch, batch_idx):
         loss = self.step(batch)
@@ -148,7 +148,7 @@ class Skips(Boring):
 
 
 class SkipsAtOnce(Boring):
-    """Leaves batches out before the model is called, after a look at them."""
+    """Skips batches before calling the model, depending on their values."""
 
     def training_step(self, batch, batch_idx):
         if batch.sum() > 0 and batch_idx in (1, 2, 4):
@@ -178,7 +178,7 @@ class Endless(IterableDataset):
 
 
 class GoesOn(IterableDataset):
-    """Begins where it has been read to."""
+    """Stream whose iterators continue where the last one stopped."""
 
     def __init__(self):
         self.generator = torch.Generator().manual_seed(5)
@@ -203,7 +203,7 @@ class StreamGoesOn(Boring):
 
 
 class NoBatch(Boring):
-    """The loader has nothing to say: the step makes its own."""
+    """The loader yields None: the step creates its own batch."""
 
     def training_step(self, batch, batch_idx):
         assert batch is None
@@ -215,7 +215,7 @@ class NoBatch(Boring):
 
 
 class Sequence(Boring):
-    """Weights tokens, of which every batch has another number, the last one none in some samples."""
+    """Token-weighted loss with a different token count per batch, in the last one none for some samples."""
 
     def training_step(self, batch, batch_idx):
         x, targets = batch
@@ -234,7 +234,7 @@ class Sequence(Boring):
 
 
 class Metric(Boring):
-    """``EarlyStopping`` and ``ModelCheckpoint`` on what training logs."""
+    """``EarlyStopping`` and ``ModelCheckpoint`` on values logged in training."""
 
     def configure_callbacks(self):
         return [EarlyStopping("train_loss_epoch", patience=0, min_delta=10.0), ModelCheckpoint(tempfile.mkdtemp())]

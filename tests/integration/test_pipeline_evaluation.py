@@ -1,4 +1,4 @@
-"""Validation, test and predict under a pipeline run on whole batches: what a step does with one is one process's."""
+"""Validation, test and predict under a pipeline use whole batches: steps have one process's results."""
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +16,7 @@ from tests.helpers.runs import quiet_trainer
 
 
 class Regression(pl.LightningModule):
-    """Logs what is not linear in the batch, keeps what it has seen, and prints."""
+    """Logs values that are nonlinear in the batch, records what it has seen, and prints."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ class Regression(pl.LightningModule):
 
 
 class Stream(IterableDataset):
-    """Has no length, and counts what was read of it."""
+    """Stream without length that counts the items read."""
 
     def __init__(self, dataset):
         self.dataset = dataset
@@ -84,7 +84,7 @@ class Stream(IterableDataset):
 
 
 class Hooks(Callback):
-    """Sees each batch's outputs, and moves what the next step reads."""
+    """Records each batch's outputs, and changes parameters that the next step reads."""
 
     def __init__(self):
         self.seen = []
@@ -109,7 +109,7 @@ def _evaluate(strategy="auto", devices=1):
     torch.manual_seed(3)
     module = Regression()
     found = {}
-    # A last batch of two samples, and of one per micro-batch before.
+    # Loaders whose last batch has two samples, and whose batches have one sample per micro-batch.
     loaders = [DataLoader(_data(26), batch_size=8), DataLoader(_data(20), batch_size=4)]
     trainer = quiet_trainer(strategy=strategy, devices=devices)
     found["val"] = _logged(trainer.validate(module, loaders, verbose=False))
@@ -195,7 +195,7 @@ def test_encoders_with_padding_masks(strategy):
 
 
 class LoneEncoderLayer(Padded):
-    """Has an encoder layer outside of any ``nn.TransformerEncoder``, behind which other layers are called."""
+    """Encoder layer outside of any ``nn.TransformerEncoder``, followed by other layers."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +228,7 @@ def test_a_lone_encoder_layer(strategy):
 
 
 class NowAndThen(Regression):
-    """Calls the model once more in its first run (a count of operations), or with the first batch (pictures)."""
+    """Calls the model once more in its first run (like FLOP counters), or with the first batch (like image logging)."""
 
     def __init__(self, when, training=False):
         super().__init__()

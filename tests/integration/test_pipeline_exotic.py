@@ -1,4 +1,4 @@
-"""Modules that do more than call one layer after the other: a pipeline beside one process."""
+"""Modules that do more than call one layer after another: a pipeline against one process."""
 
 import copy
 import functools
@@ -45,7 +45,7 @@ class CompiledInside(Base):
 
 
 class ValuesFromHooks(Base):
-    """A hook notes what a layer gives, and the step logs it."""
+    """A hook records a layer's output, and the step logs it."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ class ValuesFromHooks(Base):
 
 
 class LossFromHooks(Base):
-    """A penalty on all activations, which hooks collect."""
+    """Penalty on all activations, which hooks collect."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ class LossFromHooks(Base):
 
 
 class HooksAtFirstCall(Base):
-    """Collects activations by hooks that the first step registers, and a flag says that it has."""
+    """Collects activations by hooks that the first step registers, guarded by a flag."""
 
     hooked = False
 
@@ -93,7 +93,7 @@ class HooksAtFirstCall(Base):
 
 
 class HookForOneStep(Base):
-    """A hook that each step registers and removes again."""
+    """Hook that each step registers and removes again."""
 
     def training_step(self, batch, batch_idx):
         seen = []
@@ -104,7 +104,7 @@ class HookForOneStep(Base):
 
 
 class FrozenStem(Base):
-    """Layers that are recomputed behind frozen ones, whose output is told to require a gradient."""
+    """Checkpointed layers after frozen ones, whose output a hook makes require a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ class FrozenStem(Base):
 
 
 class Anchors(Base):
-    """A list of one item that each step makes anew, as detectors have their anchors."""
+    """List of one item that each step recreates, like the anchors of detectors."""
 
     def __init__(self):
         super().__init__()
@@ -143,7 +143,7 @@ class LowRank(nn.Module):
 
 
 class Adapters(Base):
-    """Frozen layers with small trainable ones beside them."""
+    """Frozen layers with small trainable adapters."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ class Siamese(Base):
 
 
 class Autoencoder(Base):
-    """Noise, and several losses of different kinds."""
+    """Variational autoencoder with noise, and several losses of different kinds."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +191,7 @@ class Autoencoder(Base):
 
 
 class MixOfStates(Base):
-    """A token of the root's own, and a learned sum over the outputs of all layers."""
+    """Token parameter of the root, and a learned sum over the outputs of all layers."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ class MixOfStates(Base):
 
 
 class Penalized(Base):
-    """The loss reads every parameter, without calling the layers that own them."""
+    """The loss reads every parameter without calling the layers that own them."""
 
     def training_step(self, batch, batch_idx):
         penalty = sum(parameter.square().sum() for parameter in self.parameters())
@@ -218,7 +218,7 @@ class Penalized(Base):
 
 
 class ByProgress(Base):
-    """What it computes and logs depends on how far training has come."""
+    """Computation and logs depend on the progress of training."""
 
     def training_step(self, batch, batch_idx):
         share = min(1.0, (self.global_step + 1) / 3)
@@ -253,7 +253,7 @@ KINDS = (
 
 
 class MovingTeacher(Base):
-    """A teacher that follows the student in a hook, where each rank has the parameters of its own stages only."""
+    """EMA teacher updated in a hook, where each rank holds only the parameters of its own stages."""
 
     def __init__(self):
         super().__init__()
@@ -269,7 +269,7 @@ class MovingTeacher(Base):
 
 
 class FollowsInStep(MovingTeacher):
-    """The same inside of the step, of which a pipeline makes one for each micro-batch."""
+    """EMA teacher updated inside the step, which a pipeline runs once per micro-batch."""
 
     on_train_batch_end = Base.on_train_batch_end
 
@@ -280,7 +280,7 @@ class FollowsInStep(MovingTeacher):
 
 
 class CopiesInStep(MovingTeacher):
-    """A target network that is set anew in the step: what it is set to may be on another rank."""
+    """Target network that is set in the step: its source may be on another rank."""
 
     on_train_batch_end = Base.on_train_batch_end
 
@@ -291,7 +291,7 @@ class CopiesInStep(MovingTeacher):
 
 
 class SetBySamples(Base):
-    """A scale that the first batch sets (ActNorm)."""
+    """Data-dependent initialization of a shift by the first batch (ActNorm)."""
 
     def __init__(self):
         super().__init__()
@@ -306,7 +306,7 @@ class SetBySamples(Base):
 
 
 class ClampsInStep(Base):
-    """What a clamp does once, it does not do twice."""
+    """Clamp in the step, which is idempotent."""
 
     def training_step(self, batch, batch_idx):
         self.net[3][0].weight.data.clamp_(-0.1, 0.1)
@@ -314,14 +314,14 @@ class ClampsInStep(Base):
 
 
 class WholeBatch(Base):
-    """Looks up samples of the batch by number."""
+    """Indexes samples of the batch by number."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step((batch[0].flip(0)[torch.arange(7, -1, -1)], batch[1]), batch_idx)
 
 
 class Adapts(Base):
-    """Meta-learning: a step of descent inside of the step (MAML, arXiv 1703.03400)."""
+    """Meta-learning: a gradient descent step inside the training step (MAML, arXiv 1703.03400)."""
 
     def training_step(self, batch, batch_idx):
         names, params = zip(*self.net.named_parameters(), strict=True)

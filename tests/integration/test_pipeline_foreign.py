@@ -1,4 +1,4 @@
-"""An exam on models that others wrote, in LightningModules as their users write them: a pipeline beside one process."""
+"""Third-party models in LightningModules as their users write them: a pipeline against one process."""
 
 import lightning_pardist
 
@@ -103,12 +103,12 @@ VISION = {
     "densenet121": {},
     "efficientnet_b0": {},
 }
-#: Four samples a micro-batch: normalized over fewer, numbers amplify rounding without bounds.
+#: Four samples per micro-batch: batch norm over fewer amplifies rounding without bound.
 SIZE, PARTS = 8, 2
 
 
 def _without_chance(model):
-    """Dropout and stochastic depth off, which draw anew for every micro-batch."""
+    """Disable dropout and stochastic depth, whose draws differ per micro-batch."""
     for module in model.modules():
         for attribute in ("p", "dropout", "attention_dropout", "dropout_prob"):
             if isinstance(getattr(module, attribute, None), float):
@@ -117,7 +117,7 @@ def _without_chance(model):
 
 
 class LanguageModel(pl.LightningModule):
-    """The loss comes out of the model, the batch is a dict, and padding counts for nothing."""
+    """The model computes the loss, the batch is a dict, and padding is ignored."""
 
     def __init__(self, name):
         super().__init__()
@@ -171,7 +171,7 @@ class LanguageModel(pl.LightningModule):
 
 
 class ImageModel(pl.LightningModule):
-    """The loss is outside, batches are tuples, and metrics count classes."""
+    """The loss is computed outside the model, batches are tuples, and metrics count classes."""
 
     def __init__(self, name):
         super().__init__()
@@ -227,17 +227,17 @@ class ImageModel(pl.LightningModule):
 
 
 class _EarlyEnd(EarlyStopping):
-    """Stops as soon as anything gets worse, and tells when."""
+    """EarlyStopping that stops at the first deterioration, and logs when."""
 
 
 def exam(name, strategy="auto", devices=1, in_parts=False, **kwargs):
-    """Fit, validate and predict; everything that a user sees of it.
+    """Fit, validate and predict; return all user-visible results.
 
-    Batch norm sees micro-batches in a pipeline: ``in_parts`` makes one process do so as well, by accumulation.
+    Batch norm sees micro-batches in a pipeline: ``in_parts`` makes one process do the same, by accumulation.
     """
     torch.manual_seed(11)
     module = LanguageModel(name) if name in LANGUAGE else ImageModel(name)
-    # Batch norm over a few pixels amplifies rounding by thousands: fp64 shows the mathematics.
+    # Batch norm over a few pixels amplifies rounding by thousands: fp64 removes that.
     double = name not in LANGUAGE
     samples = module.samples(24 if name in LANGUAGE else 16)
     folder = Path(tempfile.mkdtemp())

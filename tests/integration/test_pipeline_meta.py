@@ -1,4 +1,4 @@
-"""Modules built on ``meta``: each rank of a pipeline creates its stages alone, with one process' numbers."""
+"""Modules built on ``meta``: each rank of a pipeline materializes only its stages, with one process's values."""
 
 import contextlib
 
@@ -17,7 +17,7 @@ from tests.helpers.runs import quiet_trainer
 
 
 class Shift(nn.Module):
-    """A layer of the user's own."""
+    """User-defined layer."""
 
     def __init__(self, dim):
         super().__init__()
@@ -32,7 +32,7 @@ class Shift(nn.Module):
 
 
 class Net(pl.LightningModule):
-    """Tied ends, and at will a block that cannot tell how it begins."""
+    """Tied embedding and head, and optionally a block without a method to initialize it."""
 
     def __init__(self, bare=False):
         super().__init__()
@@ -63,7 +63,7 @@ class Net(pl.LightningModule):
 
 
 class Late(Net):
-    """Builds its layers in ``configure_model``, on ``meta`` where there are several ranks."""
+    """Builds its layers in ``configure_model``, on ``meta`` if there are several ranks."""
 
     def __init__(self):
         pl.LightningModule.__init__(self)
@@ -83,7 +83,7 @@ def _loader():
 
 
 class Held(pl.Callback):
-    """Which parameters have values on this rank while training runs."""
+    """Records which parameters have values on this rank during training."""
 
     def on_train_start(self, trainer, pl_module):
         self.names = {name for name, parameter in pl_module.named_parameters() if not parameter.is_meta}
@@ -119,7 +119,7 @@ def test_each_rank_creates_its_stages(tmp_path, settings):
     names = {name for name, _ in one.named_parameters()}
     held = [held for _, _, held in results]
     assert set.union(*held) == names
-    # The tied ends lie on both ranks, but for "zbv", where the first rank has both.
+    # The tied layers are on both ranks, except for "zbv", where the first rank has both.
     assert set.intersection(*held) <= {"embed.weight"}
     loaded = torch.load(tmp_path / "meta.ckpt", weights_only=True)["state_dict"]
     assert_close(loaded, snapshot(one))

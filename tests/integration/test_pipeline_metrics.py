@@ -1,4 +1,4 @@
-"""What metrics say of a step whose samples they are given in micro-batches."""
+"""Metric values of a step whose samples are split into micro-batches."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Modules of many kinds under ``pardist_pp``: losses, weights and what hooks do, beside one process."""
+"""Modules of many kinds under ``pardist_pp``: losses, weights and hooks, against one process."""
 
 import copy
 import warnings
@@ -22,7 +22,7 @@ STEPS = 3
 
 
 class Wrapped(pl.LightningModule):
-    """A model of the zoo, which knows its loss and makes its batches."""
+    """Model of the zoo that computes its loss and creates its batches."""
 
     def __init__(self, name):
         super().__init__()
@@ -71,8 +71,8 @@ def _zoo(names, strategy="pardist_pp", devices=2, sizes=(8, 8, 5), **kwargs):
     return found
 
 
-# Batch norm, the balance of experts and noise from other samples look at a whole batch, which only a schedule without
-# micro-batches has.
+# Batch norm, the experts' balance loss and noise from other samples depend on the whole batch, which only a schedule
+# without micro-batches has.
 COUPLED = ("resnet", "experts", "unet")
 
 
@@ -176,7 +176,7 @@ def test_language_model_of_transformers_with_padding(strategy):
 
 
 class Remembers(nn.Module):
-    """Adds to a cache that it is given, as attention does when it writes a text."""
+    """Appends to a cache argument, as attention does in generation."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +191,7 @@ class Remembers(nn.Module):
 
 
 class Writes(pl.LightningModule):
-    """Validation runs through the stages again and again, for as long as the values say."""
+    """Validation runs through the stages repeatedly, in a loop that depends on values."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +239,7 @@ def test_validation_that_does_not_follow_the_stages():
 
 
 class Sums(pl.LightningModule):
-    """A loss that is a sum over samples."""
+    """Loss that is a sum over samples."""
 
     def __init__(self):
         super().__init__()
@@ -253,7 +253,7 @@ class Sums(pl.LightningModule):
 
 
 class Contrasts(Sums):
-    """A loss that compares the samples of a batch."""
+    """Loss that compares the samples of a batch."""
 
     def training_step(self, batch, batch_idx):
         x = self.layers(batch[0]) + batch[0]

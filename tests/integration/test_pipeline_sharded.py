@@ -1,4 +1,4 @@
-"""ZeRO-3 inside the stages of a pipeline: what ranks hold, and what the matrix does not reach."""
+"""ZeRO-3 inside the stages of a pipeline: memory of the ranks, and cases beyond the matrix."""
 
 import lightning.pytorch as pl
 import pytest
@@ -27,7 +27,7 @@ class Words(Dataset):
 
 
 class Shares(torch.utils.data.Sampler):
-    """Batches of other sizes on every data-parallel rank: five samples on the first one and three on the second."""
+    """Different batch sizes on the data-parallel ranks: five samples on the first one and three on the second."""
 
     def __init__(self, rank, replicas):
         self.sizes = (5, 3) if replicas == 2 else (8,)
@@ -43,7 +43,7 @@ class Shares(torch.utils.data.Sampler):
 
 
 class Block(nn.Module):
-    """Hands an argument through as it is, as models do with masks."""
+    """Returns an argument unchanged, as models do with masks."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Tied(pl.LightningModule):
-    """A language model whose last stage reads the first one's embedding, and one learned input goes through all."""
+    """Language model whose last stage reads the first one's embedding; a learned input passes through all stages."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ def _train(strategy, devices, trainer_settings=(), uneven=False):
         sampler = torch.utils.data.DistributedSampler(Words(), shuffle=False, **kwargs)
         loader = {"batch_size": 8 // kwargs["num_replicas"], "sampler": sampler}
     trainer.fit(module, DataLoader(Words(), **loader))
-    # The module is an ordinary one again, and may be split once more.
+    # The module is a plain one again, and can be split once more.
     trainer.validate(module, DataLoader(Words(), batch_size=5), verbose=False)
     return {
         "weights": snapshot(module),
@@ -152,7 +152,7 @@ def test_as_on_one_process(settings, schedule, rest, kwargs):
     expected = _train("auto", 1, **kwargs)
     results = run_ranks(4, _on_ranks, settings, schedule, rest, kwargs)
     once = 4 * sum(weight.numel() for weight in expected["weights"].values())
-    # Both stages have the embedding.
+    # Both stages hold the embedding.
     assert sum(got["held"] for got in results) <= once + 4 * WIDTH**2
     for got in results:
         assert_close(got["weights"], expected["weights"])

@@ -1,4 +1,4 @@
-"""What steps keep from batch to batch, in attributes and buffers: a pipeline beside one process."""
+"""State that steps keep from batch to batch, in attributes and buffers: a pipeline against one process."""
 
 import lightning.pytorch as pl
 import pytest
@@ -24,7 +24,7 @@ class Base(pl.LightningModule):
 
 
 class Buffers(Base):
-    """Means that move, a counter, and sums: written in place, or assigned."""
+    """Moving means, a counter, and sums in buffers: modified in place, or assigned."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class Attributes(Base):
 
 
 class Cell(Base):
-    """A state with an entry a sample."""
+    """State with one entry per sample."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ class Cell(Base):
 
 
 class Layers(Base):
-    """A state whose second dim is the samples', begun anew by a hook."""
+    """State whose second dim is that of the samples, reset by a hook."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ class Layers(Base):
 
 
 class Pairs(Base):
-    """Two states in a tuple, as of Lightning's own demo of an LSTM: as many layers as a micro-batch has samples."""
+    """Two states in a tuple, as in Lightning's LSTM demo: as many layers as samples per micro-batch."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Pairs(Base):
 
 
 class Begun(Pairs):
-    """The same, begun by a hook for the whole batch."""
+    """The same, initialized by a hook for the whole batch."""
 
     def on_train_epoch_start(self):
         self.hidden = (torch.zeros(2, 16, 8), torch.ones(2, 16, 8))
@@ -152,7 +152,7 @@ def test_what_steps_keep_is_that_of_one_process():
 
 
 class TwoViews(pl.LightningModule):
-    """Calls a backbone with batch norms on two views of each sample, as self-supervised training does."""
+    """Calls a backbone with batch norms on two views of each sample, as in self-supervised training."""
 
     def __init__(self):
         super().__init__()

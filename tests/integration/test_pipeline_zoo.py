@@ -1,4 +1,4 @@
-"""Every schedule on 2 and 4 ranks beside one process: the zoo and the recipes, with what Trainers are asked for."""
+"""Every schedule on 2 and 4 ranks against one process: the zoo and the recipes, with common Trainer options."""
 
 import copy
 import functools
@@ -25,16 +25,16 @@ SCHEDULES = {
     "zb": {"schedule": "interleaved_zb"},
     "zbv": {"schedule": "zbv", "chunks_per_rank": 2},
 }
-#: Batch norm, the balance of experts and noise from other samples look at a whole batch.
+#: Models whose batch norm, balance loss or noise depends on the whole batch.
 COUPLED = ("resnet", "experts", "unet")
-#: Has eight units.
+#: Models with eight units.
 DEEP = ("classifier",)
 RECIPES = {"digits": Digits, "photos": Photos, "text": Text}
 SIZE, PARTS = 8, 4
 
 
 class Wrapped(pl.LightningModule):
-    """A model of the zoo, which knows its loss and makes its batches."""
+    """Model of the zoo that computes its loss and creates its batches."""
 
     def __init__(self, name):
         super().__init__()
@@ -59,7 +59,7 @@ def _batches(module, sizes):
 
 
 def _fit(name, strategy, devices, folder):
-    """Two epochs with accumulation and clipping, the second one resumed."""
+    """Train two epochs with accumulation and clipping, and resume for the second one."""
     torch.manual_seed(11)
     module = Wrapped(name)
     again = copy.deepcopy(module)
@@ -95,7 +95,7 @@ def test_zoo(schedule, devices, tmp_path):
 
 
 def _recipe(name, precision, strategy="auto", devices=1):
-    """In one process each micro-batch is a batch, whose gradients are accumulated: rounded and normalized alike."""
+    """In one process each micro-batch is an accumulated batch: same rounding and batch norm."""
     torch.manual_seed(11)
     module = RECIPES[name]("adamw")
     parts = PARTS if devices == 1 else 1
@@ -124,7 +124,7 @@ def test_recipes(schedule, devices):
     ):
         chunks = SCHEDULES[schedule].get("chunks_per_rank", 1)
         if name == "digits" and devices * chunks > 2:
-            continue  # It has three layers.
+            continue  # it has three layers
         if name == "text" and devices * chunks > 4:
             continue
         want = _recipe(name, precision)

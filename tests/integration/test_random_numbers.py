@@ -1,4 +1,4 @@
-"""A run draws what one process draws: the order of samples, data made in hooks, weights made in configure_model."""
+"""A run draws the same random numbers as one process: sample order, data made in hooks, weights in configure_model."""
 
 import os
 import random
@@ -21,7 +21,7 @@ from tests.helpers.runs import quiet_trainer
 
 
 class DrawsInHooks(pl.LightningModule):
-    """Part of the weights before the run, the rest and the data in it, samples in an order that is drawn."""
+    """Part of the weights is drawn before the run, the rest and the data in it; samples are shuffled."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ def test_what_was_drawn_since_the_seed_is_not_drawn_again(strategy, draws_more):
 
 
 class Augmented(TensorDataset):
-    """Draws from a generator that every rank has of its own."""
+    """Draws from a generator that every rank has for itself."""
 
     def __init__(self, seed):
         super().__init__(torch.ones(8, 6), torch.zeros(8, 2))
@@ -76,7 +76,7 @@ class Augmented(TensorDataset):
 
 
 class Given(DrawsInHooks):
-    """Draws nothing, and is given its data."""
+    """Draws nothing, and gets its data from outside."""
 
     def __init__(self, seed):
         super().__init__()
@@ -127,7 +127,7 @@ def test_what_cannot_be_sent_is_named_on_all_ranks():
 
 
 class Unsent:
-    """Is made on each rank, and stays there."""
+    """Object that is created on each rank and cannot be pickled."""
 
     def __init__(self, stays=False):
         self.stays = stays
@@ -139,7 +139,7 @@ class Unsent:
 
 
 class AugmentsInWorker(TensorDataset):
-    """Draws in the process that reads it."""
+    """Draws in the loader's worker process."""
 
     def __init__(self):
         super().__init__(torch.ones(16, 6), torch.zeros(16, 2))
@@ -150,7 +150,7 @@ class AugmentsInWorker(TensorDataset):
 
 
 class StreamsInWorker(IterableDataset):
-    """The same without indices."""
+    """The same as a stream without indices."""
 
     def __iter__(self):
         data = AugmentsInWorker()

@@ -1,4 +1,4 @@
-"""Recipes on several ranks, by the command that their README gives."""
+"""Recipes on several ranks, with the command in their README."""
 
 import pytest
 

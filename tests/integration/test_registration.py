@@ -1,4 +1,4 @@
-"""Names, instances, class paths, refusals, and what importing costs."""
+"""Strategy names, instances, class paths, refusals, and the cost of importing."""
 
 import os
 import re
@@ -134,7 +134,7 @@ StrategyRegistry = Registry()
 
 @pytest.mark.parametrize("first", ["pytorch_lightning.strategies", "lightning_pardist"])
 def test_trainer_of_the_other_package_says_so(tmp_path, first, monkeypatch):
-    """With a stand-in: the package itself need not be installed."""
+    """Uses a stand-in: the package itself need not be installed."""
     package = tmp_path / "pytorch_lightning"
     (package / "strategies").mkdir(parents=True)
     (package / "__init__.py").write_text("from pytorch_lightning import strategies\n")
@@ -206,7 +206,7 @@ def _python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_import_costs_little():
-    """Own time of this package's modules, from bytecode as an installed package has it."""
+    """Own import time of this package's modules, from bytecode as in an installed package."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-X", "importtime", "-c", "import lightning_pardist"]
     times = []

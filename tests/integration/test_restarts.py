@@ -1,4 +1,4 @@
-"""A fit that a signal stops, and the one that goes on from there, in one process."""
+"""A fit that is stopped by a signal, and its resumption, in one process."""
 
 import os
 import runpy
@@ -30,7 +30,7 @@ class SignalAt(pl.Callback):
 
 
 def _fit(folder, monkeypatch, *, callbacks=(), resume="always", environment=None, **kwargs):
-    # As in a process of its own.
+    # Emulate separate processes.
     monkeypatch.setattr(job_counts, "_counts", Counter())
     torch.manual_seed(3)
     module = SCRIPT["Module"](0, 0)
@@ -112,7 +112,7 @@ def test_slurm_signal_requeues_and_ends_with_a_status_of_its_own(tmp_path, monke
     assert stopped.value.code == 75
     assert requeued == ["slurm-77"]
     assert signal.getsignal(signal.SIGUSR2) is before
-    # The next start of the same job goes on, and another job's first start does not.
+    # The next start of the same job resumes; another job's first start does not.
     _, wanted = _fit(tmp_path / "whole", monkeypatch)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     trainer, weights = _fit(tmp_path, monkeypatch, **given)

@@ -1,4 +1,4 @@
-"""A resumed run sees the samples, and draws the numbers, that the uninterrupted one does."""
+"""A resumed run sees the same samples and random numbers as the uninterrupted one."""
 
 from contextlib import nullcontext
 
@@ -63,7 +63,7 @@ class Stream(IterableDataset):
 
 
 class Counting(Sampler):
-    """Keeps count of its epochs, and draws from a generator of its own."""
+    """Sampler that counts its epochs, and draws from a generator of its own."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -78,7 +78,7 @@ class Counting(Sampler):
 
 
 class Keeps(DataLoader):
-    """A loader with a state of its own, as ``torchdata``'s; to go on it draws random numbers."""
+    """Stateful loader, like ``torchdata``'s, that draws random numbers when it resumes."""
 
     skip, order, given = 0, None, 0
 
@@ -103,7 +103,7 @@ class Keeps(DataLoader):
 
 
 class Shared(Sampler):
-    """Draws one order with every rank's generator, and gives each rank its share."""
+    """Draws one order with every rank's generator, and gives each rank its part."""
 
     def __init__(self, rank, world) -> None:
         self.rank, self.world = rank, world
@@ -162,7 +162,7 @@ def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
 
 
 def _resumed_alike(strategy, world, case, stops, folder):
-    """Compare the seen batches, the losses and the weights with those of a run that was never interrupted."""
+    """Compare batches, losses and weights with those of an uninterrupted run."""
     whole, weights, rate = _fit(strategy, world, case, steps=12 if "epochs" in case else 10, folder=f"{folder}/all")
     for stop in stops:
         path = f"{folder}/all/step={stop}.ckpt"
@@ -209,7 +209,7 @@ def test_the_same_batches_losses_and_weights(strategy, world, case, stops, tmp_p
 
 
 class Ends(Module):
-    """Notes what comes at the end of an epoch, and may fail there."""
+    """Records the events at the end of an epoch, and may fail there."""
 
     def __init__(self, fails=False) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def _seen(strategy, world, settings, case):
 
 
 def _of_all_ranks(world, strategy, settings, case="steps"):
-    """For each step its epoch and the samples of all ranks."""
+    """Return for each step its epoch and the samples of all ranks."""
     ranks = run_ranks(world, _seen, strategy, world, settings, case)
     return [
         (step[0][0], sorted(number for _, numbers in step for number in numbers)) for step in zip(*ranks, strict=True)

@@ -1,4 +1,4 @@
-"""Batches taken to plan with cost training nothing: no sample, no hook's call, no state of a loader or generator."""
+"""Batches drawn for planning do not affect training: no sample, no hook call, no state of loaders or generators."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def _item(index):
 
 
 class Slice(IterableDataset):
-    """A fresh generator over one underlying iterator, as gluonts' IterableSlice."""
+    """Fresh generator over one underlying iterator, like gluonts' IterableSlice."""
 
     def __init__(self, length=8):
         self.items = (_item(index) for index in itertools.count())
@@ -32,7 +32,7 @@ class Slice(IterableDataset):
 
 
 class Batches:
-    """A loader of the user's own over one underlying iterator, which cannot be copied."""
+    """User-defined loader over one underlying iterator, which cannot be copied."""
 
     def __init__(self):
         self.loader = iter(DataLoader(Slice(48), batch_size=4))
@@ -44,7 +44,7 @@ class Batches:
 
 
 class Counted(Dataset):
-    """Counts what is read of it, and has a generator of its own."""
+    """Data set that counts reads, and has a generator of its own."""
 
     def __init__(self):
         self.reads = []
@@ -82,7 +82,7 @@ class Net(pl.LightningModule):
         self.dataset = Counted()
 
     def setup(self, stage):
-        # Where there are ranks, Lightning begins anew with the seed.
+        # With several ranks, Lightning reseeds.
         pl.seed_everything(6, verbose=False)
 
     def train_dataloader(self):

@@ -1,4 +1,4 @@
-"""A layer that mixes samples is named once by strategies that take batches apart, and the search changes nothing."""
+"""Strategies that split batches report layers that mix samples once, and the search has no side effects."""
 
 import logging
 import re
@@ -25,7 +25,7 @@ STRATEGIES = {
 
 
 class Capacity(nn.Module):
-    """Takes one row of a batch, the first that wants it."""
+    """Expert with capacity for one row of a batch: the first that is routed to it."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ def test_the_layer_is_named_once_and_the_search_changes_nothing(strategies):
 
 
 class Normalized(Net):
-    """With batch norms, and one that is not to learn for so many batches."""
+    """Module with batch norms, one of which is frozen for the first batches."""
 
     def __init__(self, freeze=0):
         super().__init__(nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8, momentum=0.5)))
@@ -138,7 +138,7 @@ def test_batch_norms_of_a_pipeline_are_named_or_see_whole_batches():
 
 
 class Said(logging.Handler):
-    """Keeps what is logged."""
+    """Logging handler that records messages."""
 
     def __init__(self):
         super().__init__(logging.INFO)
@@ -149,7 +149,7 @@ class Said(logging.Handler):
 
 
 class Augmented(Normalized):
-    """Draws before the step, in which it draws nothing, by a generator of its own."""
+    """Draws from a generator of its own before the step, which draws nothing."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ class Augmented(Normalized):
 
 
 def _drawing(strategy):
-    """What is said of draws: with dropout, without, where planning runs the step again and again, and in a hook."""
+    """Return log messages about draws: with dropout, without, with repeated planning runs, and with draws in a hook."""
     found, logger = [], logging.getLogger("lightning.pytorch")
     for module in (Net(nn.Identity()), Normalized(), Net(nn.BatchNorm1d(8, affine=False)), Augmented()):
         said = Said()

@@ -1,4 +1,4 @@
-"""Checkpoints from every place where people save, of a model whose weights several ranks hold, against one process."""
+"""Checkpoints saved from every common place, of a model whose weights are on several ranks, against one process."""
 
 import lightning.pytorch as pl
 import pytest
@@ -18,7 +18,7 @@ PLACES = ("step", "validation", "epoch", "train_end", "exception", "after", "eva
 
 
 class Tied(pl.LightningModule):
-    """An embedding that is the head's weight as well, and a block that is called first and last."""
+    """Embedding tied to the head, and a block that is called first and last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Tied(pl.LightningModule):
 
 
 class SaveAnywhere(pl.Callback):
-    """Saves from the hooks in which people save; the last batch raises."""
+    """Saves from all hooks in which users save; the last batch raises."""
 
     def __init__(self, folder: str, fails: bool) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ class SaveAnywhere(pl.Callback):
 
 
 class FailsIn(Tied):
-    """All ranks raise in a hook of the third step, in the middle of what the step sends."""
+    """All ranks raise in a hook of the third step, while the step communicates."""
 
     def __init__(self, hook: str) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def _fit(name: str, world: int, folder: str, form: str = "full") -> None:
         else:
             trainer.fit(module, datamodule=_Data(TensorDataset(tokens)))
             trainer.save_checkpoint(f"{folder}/after.ckpt")
-            # The module is taken apart anew for it, and the optimizers stay those of the fit.
+            # The module is split again for this, and the optimizers remain those of the fit.
             trainer.validate(module, datamodule=_Data(TensorDataset(tokens)), verbose=False)
             trainer.callbacks.clear()
             trainer.save_checkpoint(f"{folder}/evaluated.ckpt")

@@ -1,4 +1,4 @@
-"""Islands that are jobs of their own and meet at an outer server, against one process that trains them in turns."""
+"""Islands as separate jobs that synchronise at an outer server, against one process that trains them in turn."""
 
 import threading
 
@@ -26,7 +26,7 @@ def server():
 
 @pytest.fixture
 def jobs():
-    """Calls a function in jobs of their own at once: ``run(ranks, function, [arguments of each])``."""
+    """Return a function that runs separate jobs concurrently: ``run(ranks, function, [arguments of each])``."""
     pools = []
 
     def run(ranks, function, arguments):
@@ -90,7 +90,7 @@ def test_as_islands_one_after_the_other(server, jobs, inside, further):
 def test_a_resumed_run_goes_on_with_the_momentum(server, jobs, tmp_path):
     further = {"sync_every": 2, **DILOCO}
     whole = jobs(1, _island, [(server.address, number, "ddp", further) for number in range(2)])
-    # Four steps end on a meeting; another server knows nothing of them.
+    # Four steps end at a synchronisation; the resumed run uses another server, without its state.
     options = {"max_steps": 4}
     jobs(1, _island, [(server.address, number, "ddp", further, str(tmp_path), None, options) for number in range(2)])
     resumed = jobs(

@@ -1,4 +1,4 @@
-"""Workers that get the share of the data of one that is gone: one worker of several, and a job of all."""
+"""Workers that take over a lost worker's share of the data: a single worker with simulated losses, and a whole job."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ SIZE = 24
 
 
 class Module(pl.LightningModule):
-    """Notes the samples of each step, and where it steps, validates and counts epochs."""
+    """Records the samples of each step, and where it steps, validates and counts epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def loader(workers, rank, *, shuffle=True, size=SIZE, **options):
 
 
 def fit(rank, losses, *, workers=3, epochs=3, loaders=None, **options):
-    """Train as one of several workers, which are told of losses: at each meeting, who is gone, and how far it came."""
+    """Train as one of several workers with simulated losses: at each meeting, the lost workers and their progress."""
     found = options.pop("settings", {})
     trainer = quiet_trainer(
         strategy="pardist_ddp", devices=1, max_epochs=epochs, use_distributed_sampler=False, num_sanity_val_steps=0,
@@ -88,7 +88,7 @@ def of(module, epoch):
 @pytest.mark.parametrize("loaders", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_sample_is_trained_on_once_in_each_epoch(loaders):
     settings = {"num_workers": loaders, "persistent_workers": loaders > 0}
-    # Worker 1 is lost in the first epoch, worker 2 among the batches that it got there.
+    # Worker 1 is lost in the first epoch, worker 2 while it processes its part of worker 1's batches.
     losses = [{1: (0, 1)}, {2: (0, 4)}, {}]
     alone, first = fit(1, [], settings=settings), fit(0, losses, settings=settings)
     third = fit(2, [{1: (0, 1)}], settings=settings, epochs=1)
@@ -103,13 +103,13 @@ def test_every_sample_is_trained_on_once_in_each_epoch(loaders):
 
 
 def test_steps_validation_and_schedules_are_those_of_a_longer_epoch():
-    # Four batches, in twos of which the last is left alone by three: then two more.
+    # Four batches, accumulated in threes with one left over: then two more.
     module = fit(0, [{1: (0, 0), 2: (0, 4)}, {}], accumulate_grad_batches=3, epochs=2)
     assert [step for epoch, step in module.steps if epoch == 0] == [2, 3, 5, 7]
     assert [step for epoch, step in module.steps if epoch == 1] == [2, 5, 8, 11]
     assert module.validated == [(0, 7), (1, 11)]
     assert module.rates == [5e-5, 2.5e-5]
-    # Where an epoch is not to be over yet.
+    # With validation in the middle of an epoch.
     module = fit(0, [{1: (0, 0), 2: (0, 4)}, {}], epochs=2, val_check_interval=3)
     assert module.validated == [(0, 2), (0, 5), (1, 2), (1, 5), (1, 8), (1, 11)]
     module = fit(0, [{1: (0, 0), 2: (0, 4)}, {}], epochs=2, val_check_interval=0.5)
@@ -117,7 +117,7 @@ def test_steps_validation_and_schedules_are_those_of_a_longer_epoch():
 
 
 def test_limits_hold_for_each_worker_and_what_was_not_begun_is_left_whole():
-    # Who was lost in an evaluation, or before it came to a step of the epoch, has all of its share left.
+    # A worker lost in an evaluation, or before its first step of the epoch, leaves its whole share.
     module = fit(0, [{}, {1: (0, 2)}], epochs=3, limit_train_batches=2)
     assert [len([1 for epoch, _ in module.seen if epoch == number]) for number in range(3)] == [2, 3, 2]
     module = fit(0, [{1: (0, 2)}], epochs=2, limit_train_batches=0.5)
@@ -169,7 +169,7 @@ def test_a_job_trains_on_everything_once_without_a_worker(tmp_path):
     assert len({(each["val"], each["test_val"], each["sum"]) for each in found.values()}) == 1
     for epoch in (0, 1):
         assert sorted(trained(tmp_path, epoch)) == list(range(8 * BATCH * 3))
-    # What was under way in the worker that was killed was begun by another one again.
+    # Batches in flight in the killed worker were started again by another one.
     steps = [step for worker in range(3) for step in samples_of(tmp_path, worker) if step["epoch"] == 0]
     begun = Counter(sample for step in steps if step["counts"] for sample in step["samples"])
     under_way = samples_of(tmp_path, 1)[-1]["samples"]
@@ -179,7 +179,7 @@ def test_a_job_trains_on_everything_once_without_a_worker(tmp_path):
 
 @pytest.mark.slow
 def test_a_second_loss_among_the_batches_of_a_first_one_leaves_nothing_out(tmp_path):
-    # Four workers, whose gradients are of two batches each, with the Trainer's sampler and loaders of their own.
+    # Four workers that accumulate two batches, with the Trainer's sampler and separate loader processes.
     settings = {
         "LOSE_SHUFFLE": "1",
         "LOSE_LOADERS": "1",
@@ -209,7 +209,7 @@ def test_a_run_goes_on_with_what_was_left_of_an_epoch(tmp_path):
     assert finished.code == 0, finished.output
     shares = [[step["samples"] for step in samples_of(tmp_path, worker)] for worker in range(3)]
     every = set(range(8 * BATCH * 3))
-    # In the epoch's own batches, from which another worker is lost where it goes on, and in those of others.
+    # Resume in the epoch's own batches, with another loss after it, and in redistributed batches.
     for step, fault, rank, turns in ((4, "kill", 2, 5), (9, "none", -1, 1)):
         folder = tmp_path / str(step)
         folder.mkdir()
@@ -221,17 +221,17 @@ def test_a_run_goes_on_with_what_was_left_of_an_epoch(tmp_path):
         assert resumed.code == 0, resumed.output
         assert sorted(trained(folder, 0)) == sorted(every - {sample for batch in begun for sample in batch})
         assert sorted(trained(folder, 1)) == sorted(every)
-        # Of five turns with 13 batches worker 2 makes two, and leaves two batches.
+        # Of five turns with 13 batches, worker 2 makes two, and leaves two batches.
         more, later = (1, 12) if fault == "kill" else (0, 8)
         assert {each["step"] for each in done(resumed).values()} == {step + turns + more + later}
         check_replay(folder, begin=tmp_path / f"step={step}.ckpt", size=8 * BATCH * 3)
-    # Everybody else has as many batches before them.
+    # Other strategies continue after as many batches as all workers together have begun.
     module = LoseModule()
     trainer = quiet_trainer(strategy="pardist_ddp", devices=1, max_epochs=2, default_root_dir=tmp_path)
     loader = DataLoader(dataset(8 * BATCH * 3), batch_size=BATCH)
     trainer.fit(module, loader, ckpt_path=str(tmp_path / "step=9.ckpt"))
     assert trainer.global_step == 9 + 3 + 24
-    # The epoch's last one is of a whole epoch.
+    # The epoch's last checkpoint counts as a whole epoch.
     trainer = quiet_trainer(strategy="pardist_ddp", devices=1, max_epochs=2, default_root_dir=tmp_path)
     trainer.fit(LoseModule(), loader, DataLoader(dataset(16)), ckpt_path=str(tmp_path / "last.ckpt"))
     assert trainer.global_step == 11 + 24

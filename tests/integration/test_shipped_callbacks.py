@@ -1,4 +1,4 @@
-"""Every callback that Lightning ships, under every strategy, as on one process."""
+"""Every callback shipped with Lightning, under every strategy, against one process."""
 
 import lightning.pytorch as pl
 import pytest
@@ -19,7 +19,7 @@ EPOCHS, STEPS = 3, 2
 
 
 class Tuned(pl.LightningModule):
-    """A backbone and a head; layers of the backbone are alike to the last bit until they are trained."""
+    """Backbone and head; layers of the backbone are initialized with equal values."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class LayerByLayer(callbacks.BaseFinetuning):
 
 
 class BackBetweenPhases(LayerByLayer):
-    """Goes on from an earlier checkpoint in the middle of the run, without its loops, as finetuning-scheduler does."""
+    """Restores an earlier checkpoint in the middle of the run, without its loops, as finetuning-scheduler does."""
 
     def on_train_epoch_end(self, trainer, pl_module):
         if trainer.current_epoch == 0:
@@ -181,7 +181,7 @@ def test_callback_does_as_on_one_process_under_two_axes(name, tmp_path, expected
 
 
 class Prunes(pl.Callback):
-    """As users do by hand, in the middle of a run."""
+    """Prunes a layer in the middle of a run, as in user code."""
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 1:

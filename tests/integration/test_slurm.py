@@ -25,7 +25,7 @@ def _train(**given):
 
 
 def _right(**given):
-    """The weights of one process on the same global batches, as far as the order of sums may change them."""
+    """Return one process's weights on the same global batches, up to the order of sums."""
     return pytest.approx(alone(**given).weights, rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Buffers that change with the weights, not with samples, under pipelines: once a step, as on one process."""
+"""Buffers that change with the weights, not with samples, under pipelines: once per step, as on one process."""
 
 import lightning.pytorch as pl
 import pytest
@@ -15,7 +15,7 @@ from tests.helpers.runs import BATCH, Data, global_losses, quiet_trainer
 
 
 class Averaged(nn.Module):
-    """Multiplies with a moving average of its weights, counts its steps and its samples."""
+    """Multiplies by a moving average of its weights, and counts steps and samples."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""StepProfile: all of a step's time is attributed, and the slowest rank is named with what it is slow at."""
+"""StepProfile: all of a step's time is attributed, and the slowest rank is reported with the slow part."""
 
 import json
 import time
@@ -21,7 +21,7 @@ STEPS = 6
 
 
 class Slow(Classifier):
-    """One rank computes or loads slowly."""
+    """One rank computes or loads data slowly."""
 
     at = ""
 

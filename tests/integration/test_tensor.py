@@ -1,4 +1,4 @@
-"""``pardist_tp`` under a Trainer: what a run leaves behind, what user code may do, and what is refused."""
+"""``pardist_tp`` under a Trainer: results and side effects of a run, supported user code, and refusals."""
 
 import functools
 import itertools
@@ -34,7 +34,7 @@ def _loader(**kwargs):
 
 
 class Net(pl.LightningModule):
-    """Two linears that pair, and whatever a subclass does with them."""
+    """Pair of linears that are split together; subclasses add user patterns."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ def test_checkpoints_go_both_ways_and_the_module_is_plain_afterwards(tmp_path):
 
 
 class Tracing(Net):
-    """Everything that a step may change beside parameters."""
+    """Changes everything that a step may change besides parameters."""
 
     def __init__(self):
         super().__init__()
@@ -199,7 +199,7 @@ def test_streams_lose_nothing():
 
 
 class Curious(Net):
-    """Looks at parameters and runs parts of itself in hooks, outside of steps."""
+    """Reads parameters and calls parts of itself in hooks, outside of steps."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +228,7 @@ class Curious(Net):
 
 
 class Assigns(Net):
-    """Gives parameters new values by ``p.data = ...`` in hooks: of parts as split as they are, and of a whole."""
+    """Sets parameters by ``p.data = ...`` in hooks: from tensors split like them, and from a whole tensor."""
 
     def on_train_batch_start(self, batch, batch_idx):
         for p in self.parameters():
@@ -241,7 +241,7 @@ class Assigns(Net):
 
 
 class Closures(Net):
-    """An optimizer that needs whole parameters and calls the step several times."""
+    """Optimizer that needs whole parameters and calls the step several times."""
 
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
@@ -292,7 +292,7 @@ def _users(names, strategy, devices):
     results = {}
     for name in names:
         module = USERS[name]()
-        # In fp64: quasi-Newton steps and clamps make much of rounding.
+        # In fp64: quasi-Newton steps and clamps amplify rounding.
         _fit(module, strategy, devices, precision="64-true")
         results[name] = module.losses, getattr(module, "noticed", []), snapshot(module)
     return results
@@ -323,7 +323,7 @@ def test_half_precision(precision):
 
 
 def _one_stream():
-    """Random numbers that differ at first, and drift later; the same batch everywhere."""
+    """Random states that differ at the start, and diverge later; the same batch everywhere."""
     module = Net()
     torch.manual_seed(dist.get_rank())
     module.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Dropout(0.5))
@@ -404,7 +404,7 @@ def test_a_plan_needs_no_ranks():
 
 
 def _sent_and_held():
-    """What a step of the GPT recipe sends, and what a rank holds of it."""
+    """Return what a step of the GPT recipe sends, and the share of the parameters that a rank holds."""
     module = GPT(dim=64, layers=3, heads=4, context=16, vocab_size=64, dropout=0.0, sample_tokens=0)
     tokens = torch.randint(0, 64, (24, 17), generator=torch.Generator().manual_seed(7))
     strategy = TensorParallelStrategy()
@@ -426,7 +426,7 @@ def _sent_and_held():
 
 def test_the_gpt_recipe_sends_and_holds_what_megatrons_does():
     for calls, planned, held in run_ranks(2, _sent_and_held):
-        # Two forward and two backward a block; embedding, the loss, and the head's input besides.
+        # Two all-reduces in forward and two in backward per block; plus embedding, loss, and the head's input.
         assert calls == {"all_reduce": 4 * 3 + 2, "all_gather": 1}
         assert planned == 4 * 3 + 3
         assert held <= 1 / 2 + 0.02
@@ -453,7 +453,7 @@ def test_calls_outside_of_steps_are_for_all_ranks():
 
 
 class FromZoo(pl.LightningModule):
-    """A module of the zoo under a Trainer."""
+    """Model of the zoo under a Trainer."""
 
     def __init__(self, name):
         super().__init__()
@@ -504,7 +504,7 @@ def test_zoo_trains_like_one_process(data_parallel):
 
 
 class Late(Net):
-    """Tied weights, buffers, and layers that are created where Lightning creates those of large models."""
+    """Tied weights, buffers, and layers created in ``configure_model``, as in large models."""
 
     def __init__(self, late):
         super().__init__()
@@ -515,7 +515,7 @@ class Late(Net):
 
     def configure_model(self):
         if self.net is None:
-            # What is created on meta is drawn later, from this state.
+            # Layers created on meta are initialized later, from this random state.
             torch.manual_seed(4)
             with torch.device("meta" if self.late else "cpu"):
                 first = nn.Linear(8, 32, bias=False)

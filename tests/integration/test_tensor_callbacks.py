@@ -1,4 +1,4 @@
-"""Lightning's callbacks, and those of users, that look at parameters while layers are split."""
+"""Lightning's callbacks and user-defined ones that access parameters while layers are split."""
 
 import copy
 from functools import partial
@@ -25,7 +25,7 @@ def _loader():
 
 
 class Odd(pl.LightningModule):
-    """Some sizes that two ranks divide, and some that they do not."""
+    """Some sizes that are divisible by two ranks, and some that are not."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ class Unfreeze(callbacks.BaseFinetuning):
 
 
 class OwnAverage(pl.Callback):
-    """As users write it; ``when`` is the hook in which the module is copied."""
+    """User-defined averaging; ``when`` is the hook in which the module is copied."""
 
     def __init__(self, when):
         self.when = when
@@ -127,7 +127,7 @@ def test_callbacks_find_whole_parameters(tmp_path):
 
 
 def _interrupted(strategy, devices, folder):
-    """Two epochs with averages and a checkpoint in the middle, then a third from that."""
+    """Train two epochs with averages and a checkpoint in the middle, then a third from that."""
     results = []
     path = folder / f"averages-{devices}.ckpt"
     for epochs, ckpt_path in ((2, None), (3, path)):

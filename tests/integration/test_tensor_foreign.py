@@ -1,4 +1,4 @@
-"""Models that others wrote under a Trainer: losses and final weights are those of one process."""
+"""Third-party models under a Trainer: losses and final weights equal one process's."""
 
 import warnings
 
@@ -30,7 +30,7 @@ class FromForeign(pl.LightningModule):
 def _train(name, strategy, devices):
     warnings.filterwarnings("ignore")
     module = FromForeign(name)
-    # In fp64 where batch norm over a few pixels makes much of rounding; kernels for experts know fp32 alone.
+    # In fp64 where batch norm over a few pixels amplifies rounding; kernels for experts support only fp32.
     precision = "64-true" if name in IMAGES else "32-true"
     trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, precision=precision)
     batches = [module.foreign.batch(seed) for seed in range(3)]
@@ -38,7 +38,7 @@ def _train(name, strategy, devices):
     return module.losses, snapshot(module)
 
 
-# vgg11_bn has 133 million parameters, three times 3 GB with momentum in fp64.
+# vgg11_bn is left out: 133 million parameters, three times 3 GB with momentum in fp64.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*TOKENS, *(name for name in IMAGES if name != "vgg11_bn")])
 def test_foreign_models_train_like_one_process(name):

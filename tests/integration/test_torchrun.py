@@ -1,4 +1,4 @@
-"""Training under torchrun: restarts on one host, and several hosts with faults between them."""
+"""Training under torchrun: restarts on one host, and several hosts with faults in between."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tests.helpers.scripts import run_script
 pytestmark = pytest.mark.alone
 
 needs_hosts = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
-#: What recipes set, and `pardist doctor` looks for.
+#: Variable that the documented recipes set, and `pardist doctor` checks.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -81,7 +81,7 @@ def test_ranks_started_by_hand(tmp_path, url):
 
 
 def _on_hosts(hosts, tmp_path, *options, only=None, nnodes=None, **given):
-    """torchrun on every host (or ``only`` on one), the rendezvous on the first."""
+    """Start torchrun on every host (or on ``only`` one), with the rendezvous on the first."""
     given = {"devices": 1, "num_nodes": len(hosts.names), "default_root_dir": str(tmp_path)} | given
     meet = ("--rdzv-backend=c10d", "--rdzv-endpoint=h1:29400", "--rdzv-id=job")
     command = _torchrun(*meet, f"--nnodes={nnodes or len(hosts.names)}", "--nproc-per-node=1", *options, **given)
@@ -124,7 +124,7 @@ _LOSS = r"Nothing was heard of rank|stopped answering|store has not answered|los
     ids=["kill", "cut", "cut_first", "cut_with_defaults"],
 )
 def test_lost_host_ends_the_job_in_time(tmp_path, fault, lost, settings, limit_s):
-    """On the host that is left, and on the other one if it is only cut off."""
+    """The remaining host ends, and so does the other one if it is only disconnected."""
     with Hosts(2) as hosts:
         running = _on_hosts(hosts, tmp_path, step_s=0.2, max_epochs=500, settings=settings)
         _wait_for_training(running)
@@ -132,7 +132,7 @@ def test_lost_host_ends_the_job_in_time(tmp_path, fault, lost, settings, limit_s
         getattr(hosts, fault)(lost)
         seconds = {}
         for name in ("h1", "h2") if fault == "cut" else ("h1",):
-            # The worker's own end; torchrun's agents may take longer to give up.
+            # Measures the worker's end; torchrun's agents may take longer to give up.
             _wait_until(lambda name=name: not hosts.ranks(name), running, timeout_s=limit_s + 30)
             seconds[name] = round(time.monotonic() - started, 1)
         output = _output(running)
@@ -179,7 +179,7 @@ def test_host_that_comes_back(tmp_path):
 @needs_hosts
 @pytest.mark.slow
 def test_goes_on_with_the_hosts_that_are_left(tmp_path):
-    """An elastic job: fewer ranks, the same global batch by accumulation, the same weights."""
+    """Elastic job: fewer ranks, the same global batch by accumulation, the same weights."""
     batch = {"batch_size": 6, "global_batch_size": 12}
     given = {"max_epochs": 3, "step_s": 0.4, "checkpoint_every": 2, "nnodes": "1:2"} | batch
     with Hosts(2) as hosts:

@@ -1,4 +1,4 @@
-"""One model of transformers under each way to split it, saved half way; `make test-all` has many more."""
+"""One model of transformers under each kind of parallelism, saved half way; `make test-all` covers many more."""
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +16,7 @@ STRATEGIES = ("pardist_tp", "pardist_pp", "pardist_zero3")
 
 
 class Decoder(pl.LightningModule):
-    """A Llama with grouped queries, its loss taken inside the model."""
+    """Llama with grouped-query attention; the loss is computed inside the model."""
 
     def __init__(self):
         super().__init__()

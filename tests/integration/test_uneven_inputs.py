@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: every sample counts once, and nobody waits for a rank that is through."""
+"""Ranks with different numbers of batches: every sample counts once, and no rank blocks on one that is done."""
 
 import lightning.pytorch as pl
 import pytest
@@ -72,7 +72,7 @@ def _loader(rank, kind, batches):
     half = SAMPLES // 2
 
     def of(step):
-        """Of a global batch, the first half is the first rank's."""
+        """Return a step's samples; the first half of a global batch belongs to the first rank."""
         ranks = [each for each in (0, 1) if step < batches[each] and rank in (None, each)]
         return [step * SAMPLES + each * half + index for each in ranks for index in range(half)]
 
@@ -153,7 +153,7 @@ def test_ranks_may_be_weighed_alike_as_long_as_they_have_batches():
 
 
 def _island(rank):
-    """What a rank that trains alone comes to: steps in place of missing batches have gradients of zero."""
+    """Return the result of a rank that trains alone: steps for missing batches have zero gradients."""
     torch.manual_seed(3)
     module = Module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -191,7 +191,7 @@ def test_unknown_setting():
 
 
 class EveryNth(IterableDataset):
-    """Shares its batches out by itself, as datasets of files do, without a thought of tensor or pipeline ranks."""
+    """Splits its batches over all ranks by itself, as datasets of files do, regardless of tensor or pipeline ranks."""
 
     def __iter__(self):
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -221,7 +221,7 @@ def test_datasets_that_ask_torch_for_rank_and_size_are_told_those_with_other_sam
 
 
 def _fit_by_global_rank(strategy, kind):
-    """Each rank has other numbers of batches, as if all had different samples."""
+    """Give each rank a different number of batches, as if all ranks had different samples."""
     trainer = quiet_trainer(
         strategy=STRATEGIES[strategy](), devices=2, use_distributed_sampler=False, max_epochs=EPOCHS
     )

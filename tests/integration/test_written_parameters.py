@@ -1,4 +1,4 @@
-"""Values that layers and hooks write into gathered parameters reach the shards, and are the same on all ranks."""
+"""Values that layers and hooks write into gathered parameters reach the shards, and are equal on all ranks."""
 
 import copy
 import functools
@@ -18,7 +18,7 @@ from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, STEPS, Data, global_losses, quiet_trainer
 
-#: Whole all the time, gathered through each step, gathered for their calls, kept until backward, and replicas of these.
+#: Replicated, gathered through each step, gathered for calls, kept until backward, and replicas of these.
 STRATEGIES = {
     "ddp": lambda: "pardist_ddp",
     "zero3": FSDPStrategy,
@@ -30,7 +30,7 @@ STRATEGIES = {
 
 
 class ActNorm(nn.Module):
-    """Its first batch sets it, each rank's another."""
+    """Data-dependent initialization by the first batch, which differs per rank."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class ActNorm(nn.Module):
 
 
 class Clamped(nn.Linear):
-    """By an operation that autograd knows of."""
+    """Clamps its weight by an operation that autograd tracks."""
 
     def forward(self, x):
         with torch.no_grad():
@@ -55,7 +55,7 @@ class Clamped(nn.Linear):
 
 
 class Normalized(nn.Linear):
-    """By one that it does not know of, from the third call on, when nobody watches any more."""
+    """Writes by ``.data``, which autograd does not track, from the third call on, when writes are no longer watched."""
 
     calls = 0
 
@@ -68,7 +68,7 @@ class Normalized(nn.Linear):
 
 
 class Written(Base):
-    """Layers that set their own parameters, and hooks that set what is gathered at that moment."""
+    """Layers that set their own parameters, and hooks that set the parameters gathered at that moment."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -90,7 +90,7 @@ class Written(Base):
 
     def on_before_zero_grad(self, optimizer):
         for parameter in self.parameters():
-            # Between forward and backward, also of those that forward has given other memory.
+            # Between forward and backward, also for parameters whose memory forward has replaced.
             parameter.data.clamp_(-0.3, 0.3)
 
 
@@ -108,7 +108,7 @@ class SetByBatches(Base):
 
 
 class SetByOneRank(SetByBatches):
-    """Late, by a layer, on one rank which is not the first, and on the first one a step later."""
+    """Late writes by a layer: on one rank other than the first, and on the first one a step later."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -199,7 +199,7 @@ def test_what_evaluation_sets_is_the_same_on_all_ranks():
 
 
 class Momentum(Base):
-    """A teacher that is copied when the module is sharded already."""
+    """EMA teacher that is copied when the module is already sharded."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -268,7 +268,7 @@ class Cast(Reshaped):
 
 
 class Hooked(Replaced):
-    """Hooks on parameters' gradients, gradients that are given other data, and draws in the middle of a run."""
+    """Hooks on parameters' gradients, gradients with replaced data, and draws in the middle of a run."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -316,7 +316,7 @@ def test_what_cannot_be_carried_is_refused(module_class, expected):
 
 
 class FrozenCast(Replaced):
-    """A teacher that is cast when it is first used."""
+    """Frozen teacher that is cast when it is first used."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)

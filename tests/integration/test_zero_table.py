@@ -1,4 +1,4 @@
-"""The ZeRO paper's memory table by the real engines, at test size."""
+"""The ZeRO paper's memory table from the real engines, at test size."""
 
 import pytest
 

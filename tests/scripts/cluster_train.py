@@ -1,9 +1,9 @@
-"""A user's training script for clusters: the first argument is JSON with what the Trainer gets, and some settings.
+"""Training script for clusters: the first argument is JSON with Trainer arguments and additional settings.
 
-``strategy`` may be a list, whose members train one after the other; ``settings`` are arguments of them;
-``step_s`` and ``samples`` set the length; ``batch_size`` of a rank, by default a share of 12; ``global_batch_size`` is
-kept by accumulation; ``checkpoint_every`` so many steps; at step ``fault_at`` rank ``fault_rank`` meets its ``fault``
-when the job is started for the first time.
+``strategy`` may be a list whose members train one after another; ``settings`` are arguments of the strategy;
+``step_s`` and ``samples`` set the duration; ``batch_size`` is per rank, by default a share of 12; ``global_batch_size``
+is maintained by accumulation; ``checkpoint_every`` is in steps; rank ``fault_rank`` triggers its ``fault`` at step
+``fault_at``, but only in the first start of the job.
 """
 
 import json
@@ -53,7 +53,7 @@ class Module(pl.LightningModule):
 
 
 class Data(pl.LightningDataModule):
-    """The same global batches on any number of ranks, unless the batch of a rank is given."""
+    """Same global batches on any number of ranks, unless the batch size of a rank is given."""
 
     def __init__(self, samples: int = 96, batch_size: int | None = None) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def train(name, settings=None, checkpoint_every=0, samples=96, batch_size=None, 
     if beyond := {address for address in sockets if not address.startswith(("127.", "::1", "::ffff:127."))}:
         sys.stdout.write(f"listens at {sorted(beyond)}\n")
     environment = type(getattr(trainer.strategy, "cluster_environment", None)).__name__
-    # One write, so that ranks do not print into each other's lines.
+    # A single write, to avoid interleaving with other ranks' output.
     sys.stdout.write(
         f"done {name} rank {trainer.global_rank} of {trainer.world_size} on node {trainer.node_rank} steps"
         f" {trainer.global_step} {environment} {total:.9f}\n"

@@ -1,4 +1,4 @@
-"""An island of its own, which goes on where it was: ``python island.py SERVER ISLAND ISLANDS FOLDER STEPS``."""
+"""Run one island that resumes where it stopped: ``python island.py SERVER ISLAND ISLANDS FOLDER STEPS``."""
 
 import sys
 import time
@@ -12,19 +12,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-#: Seconds that a step takes, so that kills meet it somewhere.
+#: Seconds per step, for kills to hit during training.
 _STEP_S = 0.02
 
 
 def dataset(seed: int = 0) -> TensorDataset:
-    """Classes that a small network can tell apart."""
+    """Return samples of classes that a small network can learn."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(8192, 16, generator=draw)
     return TensorDataset(x, (x[:, :4].sum(1) > 0).long() + 2 * (x[:, 4:8].prod(1) > 0).long())
 
 
 class Module(pl.LightningModule):
-    """Sleeps in every step."""
+    """Classifier that sleeps in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Module(pl.LightningModule):
 
 
 def main() -> None:
-    """Train to the given number of steps."""
+    """Train up to the given number of steps."""
     server, island, islands, folder, steps = sys.argv[1:]
     strategy = lightning_pardist.LocalSGDStrategy(
         outer_server=server, island=int(island), outer_parallel_size=int(islands), sync_every=10, resume="always"

@@ -1,7 +1,7 @@
-"""Two ranks save without end and are killed at random: ``python kill_saves.py FOLDER KILLS SECONDS SEED``.
+"""Kill ranks at random that save in an endless loop: ``python kill_saves.py FOLDER KILLS SECONDS SEED``.
 
-After every kill the checkpoint that was reported last, or a later one, has to be there and whole. Ranks are forked, so
-that a round costs a fraction of a second; the last line of output counts the rounds.
+After every kill, the last reported checkpoint, or a later one, must exist and be intact. Ranks are forked, which
+makes a round take a fraction of a second; the last line of output counts the rounds.
 """
 
 import contextlib
@@ -51,14 +51,14 @@ def _fork(rank: int, *arguments: object) -> int:
     pid = os.fork()
     if pid:
         return pid
-    # The other rank may be gone.
+    # Errors are expected when the other rank is killed.
     with contextlib.suppress(BaseException):
         _rank(rank, *arguments)  # type: ignore[arg-type]
     os._exit(0)
 
 
 def _found(path: str) -> int:
-    """The number of the checkpoint that is there, checked to the last byte."""
+    """Return the number of the existing checkpoint after verifying all of its bytes."""
     if os.path.isdir(path):
         reader = FolderReader(path)
         verify_files(path, reader.manifest)

@@ -1,8 +1,8 @@
-"""Train with servers, and end a rank on the way.
+"""Parameter-server training with dedicated servers in which a rank fails.
 
 ``python lose.py FOLDER DEVICES FAULT RANK [MAX_STALENESS [SERVERS]]``, with ``LOSE_STEPS``, ``LOSE_EPOCHS``,
-``LOSE_FROM``, a checkpoint, and more in the environment. With ``LOSE_SHARE`` others get what a lost worker leaves, and
-``samplesRANK.jsonl`` in the folder says for each step that a worker has begun which samples it was with.
+``LOSE_FROM`` (a checkpoint), and more in the environment. With ``LOSE_SHARE`` other workers take over a lost worker's
+data, and ``samplesRANK.jsonl`` in the folder lists the samples of each step that a worker has started.
 """
 
 import json
@@ -23,12 +23,12 @@ BATCH, STEPS, EPOCHS = 4, int(os.environ.get("LOSE_STEPS", "20")), int(os.enviro
 FAULT_STEP = int(os.environ.get("LOSE_AT", "7"))
 SHARE, SHUFFLE = "LOSE_SHARE" in os.environ, "LOSE_SHUFFLE" in os.environ
 SAVES = ["every step"] if "LOSE_SAVE" in os.environ else []
-#: Further faults of other ranks: ``RANK:STEP`` with commas between.
+#: Further faults of other ranks: ``RANK:STEP``, comma-separated.
 MORE = [tuple(map(int, each.split(":"))) for each in os.environ.get("LOSE_MORE", "").split(",") if each]
 
 
 class Module(pl.LightningModule):
-    """A classifier with running statistics, whose steps take a moment."""
+    """Classifier with batch norm, whose steps sleep and which can trigger a fault."""
 
     def __init__(self, fault: str = "none", fault_rank: int = -1) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Data(pl.LightningDataModule):
         self.numbers = {float(value): number for number, value in enumerate(data.tensors[0][:, 0])}
         workers = int(os.environ.get("LOSE_LOADERS", "0"))
         if SHUFFLE:
-            # The Trainer's sampler.
+            # The Trainer replaces this by its own sampler.
             return DataLoader(data, batch_size=BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
         if self.trainer.lightning_module.fault == "uneven":
             data = torch.utils.data.Subset(data, range(BATCH * (STEPS - kwargs["rank"])))
@@ -154,7 +154,7 @@ def make_trainer():
 def main() -> None:
     folder, _, fault, rank = sys.argv[1:5]
     trainer = make_trainer()
-    # Not alike: the first worker's values are everybody's.
+    # Different initial values per rank: the first worker's must be used everywhere.
     torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")))
     module = Module(fault, int(rank))
     if trainer.global_rank == 0:
@@ -162,8 +162,8 @@ def main() -> None:
     trainer.fit(module, datamodule=Data(), ckpt_path=os.environ.get("LOSE_FROM"))
     found = {"rank": trainer.global_rank, "val": float(trainer.callback_metrics["val"]), "step": trainer.global_step}
     (tested,) = trainer.test(module, datamodule=Data())
-    # Steps a second of this worker in the middle of the first epoch's parts before and behind the fault, and how long
-    # the longest of all took.
+    # This worker's steps per second in the first epoch before and after the fault, and the duration of its longest
+    # step.
     if len(times := torch.tensor(module.times, dtype=torch.float64)) > 2 * FAULT_STEP:
         gaps = times.diff()
         before, behind = gaps[1 : FAULT_STEP - 2], gaps[FAULT_STEP + 2 : STEPS - 1]

@@ -1,8 +1,8 @@
-"""How much memory each rank takes for a full checkpoint: ``save_memory.py STRATEGY WORLD FOLDER``, started once.
+"""Measure each rank's memory for saving a full checkpoint: ``save_memory.py STRATEGY WORLD FOLDER``, started once.
 
-Every rank prints ``rank R share S peak P``: MB of model and optimizer state that it holds, and MB that it took beyond
-what it held, at most, while the checkpoint was put together and written. Memory of processes that have done nothing
-else: what a process has freed before would hide what it takes.
+Every rank prints ``rank R share S peak P``: MB of model and optimizer state that it holds, and the peak MB beyond
+that while the checkpoint was assembled and written. Needs fresh processes: memory freed earlier would be reused and
+hide the peak.
 """
 
 import sys
@@ -30,7 +30,7 @@ STRATEGIES = {
 
 
 class Wide(pl.LightningModule):
-    """Matrices of 4 MB."""
+    """Model with matrices of 4 MB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _anonymous_mb() -> float:
 
 
 class Measure(pl.Callback):
-    """Saves when all states are there."""
+    """Callback that saves a checkpoint after training and measures the peak memory."""
 
     def __init__(self, path: str) -> None:
         self.path = path

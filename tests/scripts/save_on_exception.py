@@ -1,4 +1,4 @@
-"""A script that saves on exception: ``python save_on_exception.py STRATEGY RANK EXCEPTION FOLDER``, RANK may be all."""
+"""Script that saves on exception: ``python save_on_exception.py STRATEGY RANK EXCEPTION FOLDER``; RANK may be all."""
 
 import builtins
 import sys

@@ -1,4 +1,4 @@
-"""A script whose ranks are started by spawn or fork: ``python spawned.py STRATEGY WHAT FOLDER``."""
+"""Script whose ranks are started by spawn or fork: ``python spawned.py STRATEGY WHAT FOLDER``."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ class Module(pl.LightningModule):
         if self.stops:
             time.sleep(0.1)
             if self.trainer.global_step == 2 and self.global_rank == 1:
-                # As a scheduler does, which knows the process that it has started.
+                # Like a scheduler, which signals only the process it has started.
                 os.kill(os.getppid(), signal.SIGTERM)
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
@@ -57,7 +57,7 @@ def main() -> None:
     if what == "save":
         torch.save(trainer.model, f"{folder}/model.pt")
         torch.save(trainer, f"{folder}/trainer.pt")
-        # As Lightning's tests do in the calling process.
+        # Like Lightning's own tests in the launching process.
         checkpoint = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
         trainer.optimizers = [module.configure_optimizers()]
         trainer.strategy.load_model_state_dict(checkpoint)

@@ -1,4 +1,4 @@
-"""A user's training script, with a fault on one rank if asked: ``python train.py STRATEGY DEVICES [FAULT RANK]``."""
+"""Training script with an optional fault on one rank: ``python train.py STRATEGY DEVICES [FAULT RANK]``."""
 
 import os
 import signal
@@ -104,7 +104,7 @@ def main() -> None:
         sys.stdout.write(f"val {found:.6f}\n")
     if fault == "late" and trainer.global_rank == int(fault_rank):
         sys.exit(3)
-    # One write, so that ranks do not print into each other's lines.
+    # A single write, to avoid interleaving with other ranks' output.
     sys.stdout.write(f"done {trainer.global_rank} {module.net.weight.sum().item():.6f}\n")
 
 

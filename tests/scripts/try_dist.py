@@ -1,6 +1,6 @@
-"""Installs each wheel and sdist of a folder into an empty environment and runs ``pardist strategies`` there.
+"""Install each wheel and sdist of a folder into an empty environment and run ``pardist strategies`` there.
 
-``python tests/scripts/try_dist.py dist``. Standard library only. Pip brings the dependencies in the tested versions.
+Usage: ``python tests/scripts/try_dist.py dist``. Standard library only. Pip installs the tested dependency versions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def try_one(archive: Path) -> None:
     """Install and run one archive.
 
     Raises:
-        subprocess.CalledProcessError: If either fails.
+        subprocess.CalledProcessError: If installing or running fails.
         RuntimeError: If the program does not list the strategies.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -26,7 +26,7 @@ def try_one(archive: Path) -> None:
         programs = Path(folder) / "bin"
         install = [programs / "python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
         subprocess.run([*install, archive], check=True)
-        # From another folder, so that the checkout is not what is imported.
+        # Run from another folder, to import the installed package and not the checkout.
         listed = subprocess.run([programs / "pardist", "strategies"], cwd=folder, check=True, capture_output=True)
         if b"pardist_ddp" not in listed.stdout:
             raise RuntimeError(f"{archive.name}: pardist strategies printed {listed.stdout.decode()!r}")

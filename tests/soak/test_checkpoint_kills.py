@@ -1,4 +1,4 @@
-"""Ranks killed at random while they save, and a disk that is full: no checkpoint is lost, none is half there."""
+"""Ranks killed at random while they save, and a full disk: no checkpoint is lost or incomplete."""
 
 import json
 import os
@@ -36,14 +36,14 @@ def test_random_kills_lose_nothing(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A filesystem of 8 MB."""
+    """Mount a filesystem of 8 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True)
     if mounted.returncode:
         pytest.skip("mounting a tmpfs takes privileges that this process does not have")
     yield folder
-    # Tensors that were read from there are mapped as long as anything holds them.
+    # Tensors loaded from there stay mapped as long as they are referenced.
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 

@@ -1,4 +1,4 @@
-"""Random kills of islands: the others go on, who was killed comes back, and the loss is that of a run without kills.
+"""Random kills of islands: the others continue, killed ones rejoin, and the loss equals that of a run without kills.
 
 ``make soak`` runs this; PARDIST_SOAK_KILLS bounds it (50 kills).
 """
@@ -25,15 +25,15 @@ SCRIPT = str(ROOT / "tests" / "scripts" / "island.py")
 ISLANDS = 3
 KILLS = int(os.environ.get("PARDIST_SOAK_KILLS", "50"))
 SEED = int(os.environ.get("PARDIST_SOAK_SEED", "7"))
-#: Steps of a run in which nothing is killed; a killed island repeats those since its last checkpoint.
+#: Steps of a run without kills; a killed island repeats those since its last checkpoint.
 STEPS = 2500
-#: Between two kills: an island needs about six seconds to come back.
+#: Pause between two kills: an island needs about six seconds to rejoin.
 PAUSES_S = (2.0, 10.0)
 LIMIT_S = 1800.0
 
 
 class Jobs:
-    """Islands of a run, started again when they are killed."""
+    """Islands of a run, restarted when they are killed."""
 
     def __init__(self, folder, steps):
         self.folder, self.steps = folder, steps
@@ -57,7 +57,7 @@ class Jobs:
             )
 
     def kill(self, island):
-        """Kill an island and start it again; whether it was still training."""
+        """Kill an island and restart it; return whether it was still training."""
         process = self.processes[island]
         if process.poll() is not None:
             return False

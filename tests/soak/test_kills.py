@@ -1,4 +1,4 @@
-"""Random kills over all strategies: each is noticed in time, and the restarted job comes to the right weights.
+"""Random kills over all strategies: each is detected in time, and the restarted job reaches the correct weights.
 
 ``make soak`` runs this; PARDIST_SOAK_KILLS and PARDIST_SOAK_MINUTES bound it (50 kills, 60 minutes).
 """
@@ -22,7 +22,7 @@ from tests.helpers.scripts import ENVIRONMENT
 
 pytestmark = pytest.mark.soak
 
-#: Those whose numbers are one process' own; the others send gradients in fewer bits, or start ranks in another way.
+#: Strategies that equal one process; the others send quantised gradients, or start ranks in another way.
 STRATEGIES = [
     *("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3", "pardist_fsdp", "pardist_zero2_offload"),
     *("pardist_zero3_offload", "pardist_tp", "pardist_mp", "pardist_pp", "pardist_pp_gpipe", "pardist_pp_interleaved"),
@@ -31,19 +31,19 @@ STRATEGIES = [
 KILLS = int(os.environ.get("PARDIST_SOAK_KILLS", "50"))
 MINUTES = float(os.environ.get("PARDIST_SOAK_MINUTES", "60"))
 SEED = int(os.environ.get("PARDIST_SOAK_SEED", "7"))
-#: What the heartbeat's default promises. A killed rank closes its connections, so that it should not take that long.
+#: The heartbeat's default guarantee. A killed rank closes its connections, which should be detected earlier.
 NOTICED_WITHIN_S = 60.0
 KILLS_A_JOB, EPOCHS = 5, 6
-#: Within this time of a start ranks are killed: while they import, meet, load a checkpoint or train.
+#: Ranks are killed within this time of a start: while they import, rendezvous, load a checkpoint or train.
 MOMENT_S = 9.0
 
 
 class Job:
-    """A training by two ranks that can be started again, and goes on then.
+    """Training on two ranks that can be restarted, and then resumes.
 
     Args:
-        folder: Its own.
-        command: What Python runs.
+        folder: The job's own folder.
+        command: Arguments of the Python interpreter.
     """
 
     def __init__(self, folder, command):
@@ -79,7 +79,7 @@ class Job:
 
 
 class Torchrun(Job):
-    """torchrun starts both ranks again."""
+    """Job whose ranks torchrun restarts."""
 
     def __init__(self, folder, given):
         options = ("--standalone", "--max-restarts=20", "--nproc-per-node=2")
@@ -92,11 +92,11 @@ class Torchrun(Job):
         rank.kill()
 
     def start_again(self):
-        """Somebody does already."""
+        """Do nothing: torchrun restarts the ranks."""
 
 
 class Script(Job):
-    """The first rank starts the second, and a person starts the script again."""
+    """Script whose first rank starts the second, and which is restarted from outside."""
 
     def __init__(self, folder, given):
         settings = {"settings": {"resume": "always"}, "devices": 2}
@@ -115,7 +115,7 @@ class Script(Job):
 
 
 class OnHosts(Job):
-    """A rank a host; the second host is switched off and on, the first one holds torchrun's store."""
+    """One rank per host; the second host is powered off and on, the first one holds torchrun's store."""
 
     def __init__(self, folder, given):
         meet = ("--rdzv-backend=c10d", "--rdzv-endpoint=h1:29400", "--rdzv-id=job", "--max-restarts=20", "--nnodes=2")
@@ -137,18 +137,18 @@ class OnHosts(Job):
 
     def kill(self, rank):
         self.hosts.kill("h2")
-        # A rank that has not met the other one yet cannot tell that it is lost from that it is late.
+        # A rank that has not met the other one yet cannot distinguish a lost rank from a late one.
         time.sleep(1)
         self.start(["h2"])
 
     def start_again(self):
-        """It is back already."""
+        """Do nothing: the host has been restarted already."""
 
     def has_ended(self):
         return self.running[0].has_ended()
 
     def code(self):
-        # The second host's may not know yet.
+        # The second host's torchrun may not have noticed yet.
         return self.running[0].wait(120)
 
     def close(self):
@@ -196,7 +196,7 @@ def test_random_kills(tmp_path):
 
 
 def _kill_and_go_on(job, chance, kills, end, seconds):
-    """Let a job train to its end with some kills on the way; notes how long ranks lived after each."""
+    """Let a job train to its end with some kills on the way; record how long ranks lived after each."""
     job.start()
     while len(seconds) < kills and time.monotonic() < end:
         ranks = _until(lambda: job.has_ended() or (len(found := job.ranks()) == 2 and found), job)
@@ -217,7 +217,7 @@ def _kill_and_go_on(job, chance, kills, end, seconds):
 
 
 def _sleep(seconds, job):
-    """Whether the job goes on for so long."""
+    """Return whether the job keeps running for the given time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not job.has_ended():
         time.sleep(0.05)

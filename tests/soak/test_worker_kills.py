@@ -1,4 +1,4 @@
-"""Workers killed at random while servers go on without them."""
+"""Workers killed at random while the servers continue without them."""
 
 import random
 

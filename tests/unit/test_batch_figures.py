@@ -1,4 +1,4 @@
-"""What a step makes of all samples without a gradient, and computes its loss with."""
+"""Detection of gradient-free values that a step computes from all samples and uses in its loss."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def softmax_over_samples(batch):
 
 
 def shifted_by_the_largest(batch):
-    """Before exponentials, which are divided by their sum."""
+    """Shift before exponentials, which are divided by their sum."""
     losses = _losses(batch)
     shares = (losses - losses.detach().max()).exp()
     return (shares / torch.zeros(3).index_add(0, batch["group"], shares)[batch["group"]]).square().mean()
@@ -135,7 +135,7 @@ def cut_to_the_longest(batch):
 
 
 def groups_of_rows(batch):
-    """A graph's nodes."""
+    """Pool nodes by graph."""
     pooled = torch.zeros(3, CLASSES).index_add(0, batch["group"], NET(batch["x"]))
     return (pooled / torch.bincount(batch["group"], minlength=3)[:, None]).square().mean()
 
@@ -153,7 +153,7 @@ def packed(batch):
 
 
 def of_two_sums(batch):
-    """What is divided is told by the graph, and not here."""
+    """Division of sums, which the autograd graph shows and this detection leaves out."""
     probabilities, targets = NET(batch["x"]).softmax(1), F.one_hot(batch["y"], CLASSES)
     return 1 - ((probabilities * targets).sum(0) / (probabilities.sum(0) + targets.sum(0))).mean()
 

@@ -1,4 +1,4 @@
-"""A folder becomes the single file of Lightning and back; what is inside of either."""
+"""Conversion of a checkpoint folder to Lightning's single file and back; contents of either."""
 
 import itertools
 import os
@@ -24,11 +24,11 @@ from tests.helpers.scripts import ENVIRONMENT
 
 
 class Custom:
-    """Something a user might keep among hyperparameters."""
+    """Arbitrary object that a user might keep among hyperparameters."""
 
 
 class Tied(Classifier):
-    """A tied weight, and hyperparameters."""
+    """Module with a tied weight, and hyperparameters."""
 
     def __init__(self, width: int = 5, **kwargs) -> None:
         super().__init__(**kwargs)
@@ -63,7 +63,7 @@ def _same(left, right):
 
 
 class OneWay:
-    """A file that cannot seek, as uploads cannot."""
+    """File without seek, like uploads."""
 
     def __init__(self, file) -> None:
         self.write, self.flush = file.write, file.flush
@@ -234,7 +234,7 @@ print(peak_of(lambda: convert.contents(again, check=True)))
 
 @pytest.mark.slow
 def test_conversion_needs_less_memory_than_the_model(tmp_path):
-    """Mapped files can be dropped by the system at any time, and do not count."""
+    """Mapped pages do not count, as the system can drop them at any time."""
     small = FolderSave({"model.0": Shards((2,), torch.float32, (Chunk((0,), torch.ones(2)),))}, tmp_path / "small")
     small.plan(SingleCoordinator())
     small.write(SingleCoordinator(), {"state_dict": {}})
@@ -250,7 +250,7 @@ def test_conversion_needs_less_memory_than_the_model(tmp_path):
     command = [sys.executable, "-c", _CONVERT, *places]
     result = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    # 64 MB of tensors; a piece of 4 MB is in memory to be checked, or to be written.
+    # 64 MB of tensors; one piece of 4 MB at a time is in memory to be verified or written.
     assert max(map(int, result.stdout.split())) < 16_000, result.stdout
     state = torch.load(tmp_path / "a.ckpt", mmap=True)["state_dict"]
     assert all(torch.equal(state[str(i)], torch.full((1024, 1024), float(i))) for i in range(16))

@@ -1,4 +1,4 @@
-"""One file: complete or absent, checked before use, read without running code."""
+"""Single-file checkpoints: complete or absent, verified before use, read without executing code."""
 
 import os
 import pickle
@@ -26,7 +26,7 @@ STATE = {"state_dict": {"weight": torch.arange(7.0), "bias": torch.ones(2, 3)}, 
 
 
 class Custom:
-    """Something a user might keep among hyperparameters."""
+    """Arbitrary object that a user might keep among hyperparameters."""
 
 
 def _same(state):
@@ -150,7 +150,7 @@ def test_a_failing_write_leaves_the_old_file(tmp_path):
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path):
-    """A limit on the size of files stands in for the disk: both fail a write half way."""
+    """A limit on file size stands in for a full disk: both fail a write half way."""
     save_file(STATE, tmp_path / "a.ckpt")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -67,7 +67,7 @@ def test_an_error_of_the_users_class_comes_as_it_is(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["strategies"], ["doctor", "--help"], ["nonsense"]])
 def test_answers_at_once(arguments):
-    """Without torch or Lightning, which take seconds to import."""
+    """Without importing torch or Lightning, which takes seconds."""
     code = "import sys; from lightning_pardist.cli import main\ntry: main(sys.argv[1:])\nfinally: print(*sys.modules)"
     command = [sys.executable, "-c", code, *arguments]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -76,7 +76,7 @@ def test_answers_at_once(arguments):
     modules = finished.stdout.splitlines()[-1].split()
     assert "lightning_pardist.cli" in modules
     assert not {"torch", "lightning", "numpy", "jsonargparse"} & set(modules)
-    # Of the processor, since other programs may use the machine as well.
+    # CPU time, as other programs may use the machine as well.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 

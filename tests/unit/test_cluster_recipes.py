@@ -1,4 +1,4 @@
-"""The cluster recipes parse, say what to change, and start what they should."""
+"""Cluster recipes parse, mark what must be changed, and start the right commands."""
 
 import os
 import shlex
@@ -102,7 +102,7 @@ def test_the_recipe_of_two_sites_parses(monkeypatch, capsys):
 
 
 def _parses(command, monkeypatch, capsys):
-    """What the recipe trains with is a command line of ours."""
+    """Check that the recipe's training command is a valid command line of this package."""
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as ended:
         main([*shlex.split(command), "--print_config"])

@@ -1,4 +1,4 @@
-"""Compiled blocks: one class at a time, found by structure, undone without a trace, reported when compiled again."""
+"""Compiled blocks: one class at a time, found by structure, reverted without side effects, recompilation reported."""
 
 import copy
 import re
@@ -78,7 +78,7 @@ def test_what_is_compiled_again_has_a_name():
     module(x)
     module(x)
     with torch.no_grad():
-        # Another mode of autograd is expected once, as in validation.
+        # Another autograd mode is expected to recompile once, as in validation.
         module(x)
     assert told == []
     module(x, scale=3.0)

@@ -1,4 +1,4 @@
-"""People arrive with DeepSpeed's files: what they say is carried over, listed as left out, or refused."""
+"""DeepSpeed configuration files: entries are converted, listed as ignored, or refused."""
 
 import json
 import warnings
@@ -15,7 +15,7 @@ from lightning_pardist.cli import main
 from tests.helpers.models import Classifier
 from tests.helpers.runs import quiet_trainer
 
-# As Hugging Face's documentation has it.
+# Example from Hugging Face's documentation.
 HUGGING_FACE = {
     "fp16": {
         "enabled": True,

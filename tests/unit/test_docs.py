@@ -1,4 +1,4 @@
-"""The documentation: links, code blocks, messages, settings and names are those of the package."""
+"""Documentation: links, code blocks, messages, settings and names match the package."""
 
 import ast
 import contextlib
@@ -36,7 +36,7 @@ STRATEGY_PAGES = {
     "parameter_server.md": lightning_pardist.ParameterServerStrategy,
     "data_parallel.md": lightning_pardist.DataParallelStrategy,
 }
-#: What the Trainer gives a strategy, or a strategy gives its base.
+#: Arguments that the Trainer passes to a strategy, or a strategy to its base class.
 _NOT_SETTINGS = {
     "self", "kwargs", "unknown", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io",
     "precision_plugin", "data", "tensor", "context", "pipeline", "axes",
@@ -83,7 +83,7 @@ def test_python_blocks_compile(block):
 
 
 def _run_block(source, folder):
-    """As a script of its own in an empty folder. Runs on a rank."""
+    """Run a block as a script in an empty folder. Runs on a rank."""
     before = os.getcwd()
     os.chdir(folder)
     try:
@@ -160,7 +160,7 @@ def test_overviews_list_every_name(file):
 def test_names_of_strategies_exist(page):
     known = {entry.name for entry in registry.TABLE}
     named = {name.partition("@")[0] for line in page.prose for name in _names(line)}
-    # Folders and candidates of benchmarks.
+    # Folders, and candidates of benchmarks.
     assert named - known <= {"pardist_reducer", "pardist_pipeline", "pardist_resume"}
 
 

@@ -1,4 +1,4 @@
-"""``pardist doctor``: what it warns of, and with which status it ends."""
+"""``pardist doctor``: warnings and exit status."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Settings and names of other strategies, given to ours, are met with what takes their place."""
+"""Settings and names of other packages' strategies raise errors that name their replacements."""
 
 import inspect
 import os
@@ -15,7 +15,7 @@ from lightning_pardist.foreign_settings import ADVICE
 from lightning_pardist.registry import TABLE
 from tests.helpers.scripts import ENVIRONMENT, ROOT
 
-#: Everything that Lightning's strategies are given by the Trainer, or that ours have as well.
+#: Arguments that the Trainer passes to Lightning's strategies, or that this package's have as well.
 SHARED = {
     *("self", "kwargs", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     *("process_group_backend", "start_method", "activation_checkpointing", "tensor_parallel_size"),

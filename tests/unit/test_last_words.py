@@ -1,4 +1,4 @@
-"""Processes end though nobody can read what they say, and no rank is left behind."""
+"""Processes exit although their output cannot be written, and no rank is left behind."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ from lightning_pardist.runtime import last_words, launchers
 
 @pytest.fixture
 def unread(monkeypatch):
-    """Standard error is a pipe that nobody reads any more, and exits are noted."""
+    """Replace standard error by a pipe without reader, and record exits."""
     reading, writing = os.pipe()
     os.close(reading)
     left = []

@@ -1,4 +1,4 @@
-"""Dependencies point down only, file by file."""
+"""Imports between layers point downwards only, file by file."""
 
 import ast
 from pathlib import Path
@@ -18,7 +18,7 @@ MAY_IMPORT_LIGHTNING = (
     "optim.py",
     "cli",
 )
-#: A layer may import itself and what stands behind it; a file that is named has a place of its own.
+#: A layer may import itself and those listed after it; a file that is named has its own position.
 LAYERS = [
     "cli",
     "doctor.py",
@@ -45,7 +45,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 
 def _imports(path):
-    """Modules that a file imports, wherever it does, for type checkers only included."""
+    """Yield the modules that a file imports, anywhere in it, including imports for type checkers."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

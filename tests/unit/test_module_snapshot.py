@@ -1,4 +1,4 @@
-"""What a trial run of a step leaves behind in the user's classes: nothing."""
+"""A trial run of a step leaves no changes in the user's classes."""
 
 import collections
 
@@ -9,7 +9,7 @@ from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
 
 
 class Counts(nn.Module):
-    """Counts its calls where a class keeps them, as instances share them."""
+    """Counts its calls in class attributes, which instances share."""
 
     calls = 0
     called = collections.defaultdict(int)

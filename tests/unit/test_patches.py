@@ -1,4 +1,4 @@
-"""What is replaced in torch and Lightning while a step or a run lasts, and that it is taken back."""
+"""Patches of torch and Lightning that last for a step or a run, and their removal."""
 
 import contextlib
 
@@ -127,7 +127,7 @@ def test_numbers_are_noted_where_they_are_clamped_and_cast():
         results += [number.double(), number.to(torch.float16), number.clone().clamp_(min=4)]
         assert len(noted) == len(results)
         assert all(before == 0 and after is result for (before, after), result in zip(noted, results, strict=True))
-        # Whatever has dims, or a gradient, is no count.
+        # Tensors with dims, or with a gradient, are no counts.
         assert torch.equal(torch.jit.script(_Clamping())(x), _Clamping()(x))
         assert torch.equal(torch.compile(_Clamping(), backend="eager", fullgraph=True)(x), _Clamping()(x))
         traced.clamp(min=2)
@@ -142,7 +142,7 @@ def test_numbers_are_noted_until_the_last_one_is_outside():
     with contextlib.ExitStack() as outer:
         first.__enter__()
         outer.enter_context(second)
-        # Not the one that came in last: ranks may be threads of one process.
+        # Removes the first patch, not the last: ranks may be threads of one process.
         first.__exit__(None, None, None)
         torch.zeros(()).clamp(min=1)
         assert len(noted) == 1

@@ -1,4 +1,4 @@
-"""The planner: one rank of each strategy's real engines, whose kernels do not run."""
+"""Planner: one rank of each strategy's real engines, with kernels that do not run."""
 
 import json
 from dataclasses import replace
@@ -32,14 +32,14 @@ BATCH = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
 
 
 class SecondOrder(Classifier):
-    """An optimizer that no part of a parameter is enough for."""
+    """Optimizer that needs whole parameters."""
 
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters())
 
 
 class TwoByHand(Classifier):
-    """Steps of two optimizers in each training step, which the module takes itself."""
+    """Two optimizers that the module steps itself in each training step."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class TwoByHand(Classifier):
 
 
 class Contrasts(pl.LightningModule):
-    """A loss that compares the samples of a batch."""
+    """Loss that compares the samples of a batch."""
 
     def __init__(self):
         super().__init__()
@@ -72,21 +72,21 @@ class Contrasts(pl.LightningModule):
 
 
 class Compares(Contrasts):
-    """The same of each sample with its own target."""
+    """Loss that compares each sample with its own target."""
 
     def training_step(self, batch, batch_idx):
         return F.mse_loss(self.layers(batch), batch)
 
 
 class BrokenData(pl.LightningDataModule):
-    """Its own code fails."""
+    """Data module whose own code fails."""
 
     def setup(self, stage):
         raise KeyError("the column that is not there")
 
 
 class NoLoader(pl.LightningDataModule):
-    """Lightning finds that something is missing."""
+    """Data module without a loader, which Lightning reports."""
 
 
 def make_plan(**kwargs):
@@ -111,7 +111,7 @@ def test_kernels_do_not_run_and_what_is_known_is_computed():
         assert out.mean().item() == 1.0
         assert torch.isfinite(out).all()
         assert len(skipped.looked_at) == 2
-        # Numbers and answers to questions that are read at once.
+        # Numbers, and results of comparisons, that are read immediately.
         assert torch.stack([out.mean().double(), (out.mean() > 2).double()]).tolist() == [1.0, 0.0]
         out.sum().backward()
     assert layer.weight.grad.shape == layer.weight.shape
@@ -122,7 +122,7 @@ def test_what_fake_tensors_refuse_runs_once():
     with SkippedKernels() as skipped:
         rows, weights, ends = torch.zeros(8, 16), torch.zeros(2, 16, 32), torch.tensor([3, 8], dtype=torch.int32)
         skipped.forget([rows, weights])
-        # In fp32, which its kernel on CPU takes.
+        # In fp32, which its CPU kernel supports.
         assert grouped(rows, weights, ends).shape == (8, 32)
         with pytest.raises(RuntimeError):
             torch.ops.aten.mm.default(rows, rows)
@@ -147,7 +147,7 @@ def test_collectives_move_nothing():
 def test_every_name_is_there_with_numbers_or_a_reason():
     found = make_plan(devices=2)
     named = {each.candidate.strategy: each.reason for each in (*found.rows, *found.refused)}
-    # Replicas across nodes need nodes, and three axes four ranks.
+    # Replicas across nodes need several nodes, and three axes four ranks.
     assert {entry.name for entry in TABLE} - set(named) == {"pardist_hsdp", "pardist_3d"}
     assert all(named.values())
     assert "threads of one process" in named["pardist_dp"]
@@ -160,7 +160,7 @@ def test_no_strategy_is_faster_than_its_bound():
     slow = find_profile("h100")
     slow = replace(slow, between=replace(slow.between, bytes_per_s=slow.between.bytes_per_s / 1e5))
     searched = search.Search(Classifier(optimizer="adam"), BATCH, slow, search.Job(2, 2, {}), leave_out=False)
-    # Beside the bounds of all that are planned by default, that of islands.
+    # In addition to the bounds of all strategies planned by default, that of islands.
     names = [
         name for name in (*DEFAULT, "pardist_local_sgd") if name not in ("pardist_zero1", "pardist_pp_interleaved")
     ]
@@ -170,7 +170,7 @@ def test_no_strategy_is_faster_than_its_bound():
     assert len(rows) > 8
     for row in rows:
         assert row.samples_per_s <= searched._promise(row.candidate) * (1 + 1e-9), row.candidate
-    # Links rule there, so that the bounds of some are all but what was found.
+    # Links dominate there: some of the bounds are almost tight.
     assert max(row.samples_per_s / searched._promise(row.candidate) for row in rows) > 0.7
 
 
@@ -191,7 +191,7 @@ def test_states_on_the_host_are_not_the_devices():
     plain, second, third = (rows[name] for name in names)
     psi = 4 * sum(param.numel() for param in Classifier().parameters())
     assert (plain.on_host, second.memory["optimizer"], third.memory["parameters"]) == (0, 0, 0)
-    # Masters, gradients and two numbers of Adam; without the masters' copy on the device.
+    # Masters, gradients and two moments of Adam; without the masters' copy on the device.
     assert second.on_host == pytest.approx(psi, rel=0.05)
     assert third.on_host == pytest.approx(psi, rel=0.05)
     assert second.memory["peak"] < plain.memory["peak"] - 1.8 * psi / 4
@@ -202,7 +202,7 @@ def test_states_on_the_host_are_not_the_devices():
     assert "The host holds" in found.explain(second)
     between = (second.memory["peak"] + plain.memory["peak"]) / 2 + found.device.reserved_bytes
     assert found.what_if(memory_gb=between / 1e9).best.candidate.strategy.endswith("_offload")
-    # On CPU it is one memory.
+    # On CPU there is only one memory.
     (row,) = make_plan(strategies=["pardist_zero2_offload"], device="cpu").rows
     assert row.on_host == 0
     assert row.memory["optimizer"] == pytest.approx(2 * psi / 4, rel=0.05)
@@ -283,7 +283,7 @@ def test_states_are_those_of_the_formulas(planned):
     }
     assert by_name["pardist_ddp"]["parameters"] == psi
     assert by_name["pardist_ddp"]["optimizer"] == pytest.approx(2 * psi, rel=0.01)
-    # Parts of a bucket are padded to the ranks, and Adam counts steps.
+    # Parts of a bucket are padded to the ranks, and Adam has a step count.
     assert by_name["pardist_zero2"]["parameters"] == pytest.approx(psi, rel=0.01)
     assert by_name["pardist_zero2"]["optimizer"] == pytest.approx(2 * psi / 4, rel=0.05)
     assert by_name["pardist_zero3"]["parameters"] == pytest.approx(psi / 4, rel=0.05)
@@ -419,7 +419,7 @@ def test_rates_of_single_operators_count_where_they_were_measured():
     assert operator_seconds(Operator("aten.tanh_.default", 0, 10**6, torch.float32, (), ()), profile) == pytest.approx(
         1e-3
     )
-    # What is like nothing that was measured takes what its traffic takes.
+    # Operators unlike any measured one take the time of their memory traffic.
     other = Operator("aten.add.Tensor", 0, 10**6, torch.float32, (), ())
     assert operator_seconds(other, profile) == operator_seconds(other, replace(profile, rates={}))
 
@@ -436,7 +436,7 @@ def test_every_probe_measures_what_it_is_named_for():
 
 
 def test_a_step_is_planned_without_what_is_looked_at_once():
-    """Whether layers mix samples is tried in the second step of a run, of tokens too: with values, and never again."""
+    """Layers that mix samples are detected in the second step of a run, on values, and only once."""
     module = MODULES["gpt"]()
     batch = next(iter(DataLoader(module.dataset(8), batch_size=8)))
     alone, ranks = (
@@ -481,7 +481,7 @@ def test_micro_batches_are_chosen_by_what_a_step_takes():
     slow = replace(find_profile("h100"), host_s_per_operator=1e-3)
     found = make_plan(devices=2, strategies=["pardist_pp"], device=slow)
     counts = {row.candidate.settings.get("num_microbatches"): row.samples_per_s for row in found.rows}
-    # The host issues every micro-batch again, which rules here: two are the fewest that two stages can work on at once.
+    # The host's time per operator dominates and grows with micro-batches: two is the minimum for two stages.
     assert found.best.candidate.settings["num_microbatches"] == 2
     assert counts[2] > counts[4] > counts[None]
     usual = Candidate("pardist_pp", {"pipeline_parallel_size": 2}).microbatches(2, BATCH)
@@ -566,7 +566,7 @@ def test_ranks_that_wait_for_what_is_never_sent_are_no_fast_pipeline(monkeypatch
 
 
 def test_what_if_says_what_was_left_out_and_may_be_best_there():
-    # The time of the host rules, so that four replicas are faster than four tensor ranks.
+    # The host's time dominates: four replicas are faster than four tensor ranks.
     found = make_plan(device=replace(find_profile("h100"), host_s_per_operator=1e-3))
     assert found.best is not None
     assert any(each.reason.startswith("not traced") for each in found.refused)
@@ -579,7 +579,7 @@ def test_what_if_says_what_was_left_out_and_may_be_best_there():
     assert "No candidate fits" not in small.why_nothing_fits()
     assert "Make a new plan()" in small.why_nothing_fits()
     assert small.notes[-1] in str(small)
-    # Replicas wait for their links there, which the bound of the others knows nothing of.
+    # Replicas are then limited by their links, which the others' bounds do not include.
     slow = found.what_if(links=1e-9)
     assert slow.untraced
     assert slow.rows[0].reason == "the fastest of those traced that fits"
@@ -588,7 +588,7 @@ def test_what_if_says_what_was_left_out_and_may_be_best_there():
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    """A world of one, whose rates are not measured."""
+    """Set up a world of one with fake measured rates."""
     for name in ("_flops", "_memory_rate", "_operator_seconds"):
         monkeypatch.setattr(measuring, name, lambda *_, **__: 1e9)
     monkeypatch.setattr(measuring, "measure_operators", lambda *_: {"mm": [(64.0, 1e6, 1e10)]})
@@ -653,7 +653,7 @@ def test_compressed_gradients_are_what_travels():
     sent = {}
     for name in ("pardist_ddp", "pardist_ddp_bf16", "pardist_ddp_powersgd"):
         sent[name] = make_plan(strategies=[name]).best.sent["data_replicate"]
-    # Flags of used parameters travel as they are.
+    # Flags of used parameters are sent uncompressed.
     assert 0.5 <= sent["pardist_ddp_bf16"] / sent["pardist_ddp"] < 0.56
     # As in all steps but the first hundred.
     assert sent["pardist_ddp_powersgd"] < 0.4 * sent["pardist_ddp"]
@@ -685,7 +685,7 @@ def test_experts_are_planned_as_if_tokens_went_to_all_of_them_alike(layer):
     assert ddp.memory["parameters"] - ep.memory["parameters"] == 4 * experts / 2
     assert ddp.memory["optimizer"] > 8 * experts
     assert "to all experts alike" in found.explain(ep)
-    # Two exchanges of rows of a layer and their way back in backward, each to one other rank.
+    # Two exchanges of rows per layer and the same in backward, each to one other rank.
     rows = 2 * 4 * 16 * LENGTH * WIDTH * 4
     assert 0.5 * rows < ep.sent["expert_parallel"] < 2 * rows
 

@@ -1,4 +1,4 @@
-"""Private names of torch, Lightning and torchmetrics are used in compat/ alone, and are there."""
+"""Private names of torch, Lightning and torchmetrics are only used in compat/, and exist."""
 
 import ast
 import warnings
@@ -11,7 +11,7 @@ from lightning_pardist.compat import contract, versions
 PACKAGE = Path(__file__).parents[2] / "lightning_pardist"
 COMPAT = PACKAGE / "compat"
 FOREIGN = ("torch", "lightning", "torchmetrics", "lightning_utilities", "jsonargparse")
-#: Private by form alone: of Python's own modules and named tuples.
+#: Private in form only: of Python's own modules and named tuples.
 STANDARD = {"_getframe", "_exit", "_current_frames", "_fields", "_asdict", "_replace", "_make"}
 TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 NAMES = contract.all_names()
@@ -22,7 +22,7 @@ def _is_private(name):
 
 
 def _defined(tree):
-    """Names that a file defines, assigns to ``self``, or marks other people's objects with."""
+    """Return the names that a file defines, assigns to ``self``, or sets on third-party objects."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -40,7 +40,7 @@ EVERYWHERE = set().union(*OWN.values())
 
 
 def _uses(path):
-    """``(line, name)`` of every private name that a file did not define itself.
+    """Yield ``(line, name)`` of every private name that a file did not define itself.
 
     A private attribute of ``self`` may come from any class of the package; one of another object only from this file.
     """
@@ -51,7 +51,7 @@ def _uses(path):
                 yield node.lineno, node.attr
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for inner in ast.walk(node):
-                inner.module = None  # Never imported.
+                inner.module = None  # never imported
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FOREIGN:
             for alias in node.names:
                 if any(map(_is_private, [*node.module.split("."), alias.name])):
@@ -93,7 +93,7 @@ def test_adapters_list_what_they_use(path):
 
 @pytest.mark.parametrize("private", NAMES, ids=lambda private: private.path)
 def test_it_is_there(private):
-    """Fails where a release has moved a name: with the name, what needs it, and what to do."""
+    """Fails when a release has moved a name, with the name, its purpose, and the remedy."""
     assert private.needed_for
     assert private.instead
     if private.is_expected():
@@ -110,7 +110,7 @@ def test_no_name_is_listed_twice():
 
 @pytest.fixture
 def version(monkeypatch):
-    """Pretend to have another version of a package."""
+    """Return a function that fakes the installed version of a package."""
 
     def pretend(package, number):
         real = versions.installed

@@ -1,4 +1,4 @@
-"""The recipes on one process: they learn, their data is split cleanly, and a missing source is named."""
+"""Recipes on one process: training reduces the loss, data splits are disjoint, a missing source is reported."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_missing_packages_are_named_with_the_extra_that_brings_them():
 )
 @pytest.mark.slow
 def test_a_recipe_without_its_packages_says_what_to_install(recipe, lacking, wanted):
-    """As `pardist fit -c recipes/NAME/config.yaml` of an environment that lacks a package."""
+    """Like `pardist fit -c recipes/NAME/config.yaml` in an environment that lacks a package."""
     code = (
         "import sys, importlib.util as util; find = util.find_spec\n"
         f"util.find_spec = lambda name, *more: None if name == {lacking!r} else find(name, *more)\n"

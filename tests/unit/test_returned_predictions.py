@@ -1,4 +1,4 @@
-"""Predictions of ranks by fork or spawn, in the process that called for them."""
+"""Predictions of forked or spawned ranks, returned to the launching process."""
 
 from lightning_pardist.runtime.returned_predictions import ReturnedPredictions
 

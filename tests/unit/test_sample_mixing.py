@@ -1,4 +1,4 @@
-"""Layers that mix the samples of a batch are found, others are not, and nothing is left of the search."""
+"""Detection of layers that mix the samples of a batch, without false positives and side effects."""
 
 import copy
 import random
@@ -15,7 +15,7 @@ SAMPLES = 4
 
 
 class Chosen(nn.Module):
-    """Weighs places by the largest of a mean over samples."""
+    """Shifts positions by the argmax of a mean over samples."""
 
     def forward(self, x):
         best = x.mean(0).argmax(-1)
@@ -23,7 +23,7 @@ class Chosen(nn.Module):
 
 
 class Capacity(nn.Module):
-    """The first rows that prefer an expert get it, whichever sample they are of."""
+    """Expert with a capacity: the first rows that prefer it get it, whichever sample they belong to."""
 
     def __init__(self, capacity=SAMPLES):
         super().__init__()
@@ -59,7 +59,7 @@ class Sampled(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Its last states are layers first, as many as samples."""
+    """Its last states have layers first, as many as there are samples."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ def _found(model, step=None, shape=(SAMPLES, 5, 6), times=1):
     root = nn.ModuleDict({"model": model})
     mixing = SampleMixing(root, times)
     with mixing.noting(x, shape[0]):
-        x.argmax()  # a step that chooses nothing is not looked at
+        x.argmax()  # a step without selection operators is not examined
         (step or (lambda root, x: root["model"](x)))(root, x)
     return mixing.find()
 

@@ -1,4 +1,4 @@
-"""Samples that a step puts next to others of its batch."""
+"""Detection of steps that combine samples with a reordering of their batch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Samples of a batch that a step compares with each other."""
+"""Detection of steps that compare samples of a batch with each other."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ BATCH = {"x": torch.randn(SAMPLES, 5), "y": torch.tensor([2, 0, 1, 1, 0, 2])}
 
 
 class _OutOfSight(torch.autograd.Function):
-    """What torch shows to no mode."""
+    """Custom function that torch shows to no dispatch mode."""
 
     @staticmethod
     def forward(ctx, x):

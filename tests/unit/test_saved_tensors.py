@@ -1,4 +1,4 @@
-"""What nodes of an autograd graph saved is read off them without running anybody's hooks, on every torch."""
+"""Saved tensors of autograd nodes are read without running saved-tensor hooks, on every torch version."""
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -35,7 +35,7 @@ def test_no_hook_is_asked_for_what_it_packed():
         product = (weight() * DATA).grad_fn
     assert kept(product, "other") is None
     assert not asked
-    # The look that is spared: it would have asked.
+    # The access that is avoided would have run the hook.
     assert saved(product, "other") is not None
     assert asked
 

@@ -1,4 +1,4 @@
-"""Parameter groups from what a traced step does: unlike modules, whatever their parameters are called."""
+"""Parameter groups from a traced step, for dissimilar modules, independent of parameter names."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ def _roles(module, batch, **kwargs):
 
 
 class Tied(nn.Module):
-    """A decoder whose head is its table; nothing is called what it is."""
+    """Decoder with a tied head; names give no hint of a parameter's role."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ _RECURRENT = {
 
 
 class Experts(nn.Module):
-    """Stacked experts, all at once and taken by number, low-rank updates, a raw parameter and a frozen one."""
+    """Stacked experts, used in one product and by index, low-rank updates, a raw parameter and a frozen one."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks that are far apart stop before the same step."""
+"""Ranks that are at different steps stop before the same step."""
 
 import random
 import threading

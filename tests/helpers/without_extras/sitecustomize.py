@@ -1,4 +1,4 @@
-"""Hides the packages named in ``PARDIST_TEST_WITHOUT`` from an interpreter: torchmetrics imports them, for seconds."""
+"""Hide the packages named in ``PARDIST_TEST_WITHOUT``: torchmetrics would import them, which takes seconds."""
 
 import importlib.abc
 import importlib.metadata

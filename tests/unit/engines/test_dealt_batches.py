@@ -1,4 +1,4 @@
-"""Which batches are whose where workers are gone."""
+"""Redistribution of batches over workers when some are lost."""
 
 import random
 
@@ -10,7 +10,7 @@ SIZE = 6
 
 
 def share_of(number, of):
-    """Batches of two samples each, of ``SIZE`` times six batches in all."""
+    """Return a worker's batches of two samples each, of ``SIZE`` times six batches in total."""
     every = [[2 * place, 2 * place + 1] for place in range(SIZE * 6)]
     return every[number::of]
 
@@ -26,7 +26,7 @@ def test_who_is_here_gets_what_is_left_in_equally_many_turns():
     assert dealt.given_to(2) == [mine[1], mine[3], None]
     assert dealt.here == (0, 2)
     assert not dealt.is_plain
-    # Who has nothing left leaves nothing, and a turn without a batch is nobody's.
+    # A lost worker with nothing left has nothing to redistribute; a turn without a batch is assigned to no worker.
     assert dealt.deal({1: 7, 2: 14}) == 0
     assert dealt.here == (0,)
 
@@ -52,7 +52,7 @@ def test_every_batch_is_trained_on_once_whoever_is_lost_and_wherever_a_run_goes_
             if worker not in gone and draw.random() < 0.3 and len(dealt.here) - len(gone) > 1:
                 gone[worker] = draw.randint(done, done + turns)
         if draw.random() < 0.5:
-            # A checkpoint on the way, where the others have come so far, and other workers go on from it.
+            # A checkpoint in between, from which the remaining workers resume.
             at = draw.randint(done, done + turns)
             gone = {worker: min(behind, at) for worker, behind in gone.items()}
             for worker in dealt.here:

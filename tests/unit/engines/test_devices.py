@@ -1,4 +1,4 @@
-"""Random numbers of a device, and where single messages are sent from."""
+"""Random states of a device, and the device of single messages."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Optimizers that may step on parts of parameters are told from those that may not, by trying."""
+"""Trial runs that distinguish optimizers that may step on parts of parameters from others."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from lightning_pardist.engines.common.elementwise import is_elementwise, state_b
 
 
 class Lamb(torch.optim.Optimizer):
-    """Some groups step by a ratio of norms, the rest as SGD does."""
+    """Some groups step by a ratio of norms, the others as SGD does."""
 
     def __init__(self, params, lr=0.1, ratio=False):
         super().__init__(params, {"lr": lr, "ratio": ratio})
@@ -23,7 +23,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 class OneEstimate(torch.optim.Optimizer):
-    """Divides by a norm over all of its parameters, as optimizers that find their own learning rate do."""
+    """Divides by a norm over all of its parameters, like optimizers that estimate their learning rate."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -37,7 +37,7 @@ class OneEstimate(torch.optim.Optimizer):
 
 
 class Wraps(torch.optim.Optimizer):
-    """Steps another optimizer."""
+    """Optimizer that steps another optimizer."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""How experts are sharded over the ranks that share them, as far as one rank can tell."""
+"""Sharding of experts over the ranks that share them, as far as one rank can test it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_first_dim_that_divides_is_sharded(shape, size, first_dim, dim):
 
 
 def _alone(layer, **settings):
-    # Without other ranks that share its experts, one has them whole and asks for no mesh.
+    # Without other ranks that share its experts, a rank holds them whole and uses no mesh.
     sharding = ExpertSharding(None, None, average_over=4, **settings)
     places = [(layer, name) for name, _ in layer.named_parameters()]
     return ShardedWeights(places, sharding, [p.shape for p in layer.parameters()])

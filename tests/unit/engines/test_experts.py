@@ -1,4 +1,4 @@
-"""Experts are found in a step, and a trial says whether their tokens can travel."""
+"""Detection of experts in a step, and the trial that decides whether their tokens can be dispatched."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_names_of_stacked_parameters():
 
 
 class Ticking(Listed):
-    """Counts its calls, which would be twice as many."""
+    """Counts its calls, which dispatching tokens would double."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Ticking(Listed):
 
 
 class Standardized(Listed):
-    """Experts that look at all of their rows."""
+    """Experts whose results depend on all of their rows."""
 
     def forward(self, x):
         self.calls = getattr(self, "calls", 0) + 1
@@ -74,7 +74,7 @@ def _with_rows():
 
 
 class Mixed(Stacked):
-    """Experts whose result is a product over those of a token."""
+    """Experts whose results are squared sums over a token's experts."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class Mixed(Stacked):
 
 
 class Appending(Listed):
-    """Losses in a list whose name begins with an underscore, for the step to add up."""
+    """Appends losses to a list with a leading underscore, for the step to sum."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ class Book:
 
 
 class Booking(Appending):
-    """Adds up in an object of its own."""
+    """Accumulates in an object of its own."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ REGISTER = []
 
 
 class Registering(Listed):
-    """Appends to a list of its file."""
+    """Appends to a module-level list."""
 
     def forward(self, x):
         REGISTER.append(x.mean())
@@ -134,7 +134,7 @@ def _normalized():
 
 
 class Argued(Stacked):
-    """Experts that are given something else of a rank's tokens."""
+    """Experts with an additional argument derived from a rank's tokens."""
 
     def __init__(self, make, use):
         super().__init__()
@@ -156,7 +156,7 @@ def _bounded():
 
 
 class StackedRows(Stacked):
-    """Stacked experts that look at all of an expert's rows, or take the first of them only."""
+    """Stacked experts that use all of an expert's rows, or only its first ones."""
 
     def __init__(self, capacity=None):
         super().__init__()
@@ -177,7 +177,7 @@ class StackedRows(Stacked):
 
 
 class Remembering(Stacked):
-    """Stacked experts that keep the numbers they were given."""
+    """Stacked experts that store their routing indices."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ def test_why_tokens_cannot_travel(make, reason):
     [
         ("listed block", (0, 1), (False, True)),
         ("dense block", (0, 1), (False, False)),
-        # Tokens are in one dim there.
+        # Tokens are flattened to one dim there.
         ("stacked", (0,), (False,)),
     ],
 )
@@ -237,7 +237,7 @@ def test_rows_that_a_layer_computes_by_themselves(layer, dims, flat):
 
 
 class Balancing(torch.autograd.Function):
-    """The first as it is; the second gets a gradient as a part of the loss would."""
+    """Identity on the first argument; the second gets the gradient of an added loss."""
 
     @staticmethod
     def forward(ctx, x, balance):
@@ -249,7 +249,7 @@ class Balancing(torch.autograd.Function):
 
 
 class Injecting(ListedBlock):
-    """A balance of all rows that shows in gradients alone."""
+    """Balance loss over all rows that only appears in gradients."""
 
     def forward(self, x):
         out, scores = super().forward(x)
@@ -273,7 +273,7 @@ def test_rows_that_depend_on_others_are_not_taken_apart(make, dims):
 
 
 class Blocks(nn.Module):
-    """As many layers one after the other as each has experts."""
+    """As many consecutive layers as each has experts."""
 
     def __init__(self):
         super().__init__()
@@ -291,7 +291,7 @@ def test_layers_are_no_experts():
 
 
 class Classes(nn.Module):
-    """As many blocks, and heads, as there are classes and places to look at."""
+    """As many blocks and heads as there are classes and positions."""
 
     def __init__(self):
         super().__init__()
@@ -309,7 +309,7 @@ class Classes(nn.Module):
 
 
 class Densities(nn.Module):
-    """The likelihood of a mixture, whose parts have as many heads as shares."""
+    """Likelihood of a mixture density, with as many heads as mixture weights."""
 
     def __init__(self):
         super().__init__()
@@ -327,7 +327,7 @@ def test_scores_of_something_else_make_no_experts(make):
 
 
 class Late(nn.Module):
-    """Experts that are all run before they are weighed."""
+    """Experts that are all evaluated before they are weighted."""
 
     def __init__(self):
         super().__init__()
@@ -340,7 +340,7 @@ class Late(nn.Module):
 
 
 class Switch(Late):
-    """One expert for each token, whose result is not weighed."""
+    """One expert per token, whose result is not weighted."""
 
     def forward(self, x):
         chosen = self.gate(x).argmax(-1)
@@ -356,7 +356,7 @@ def test_experts_that_are_weighed_late_or_only_chosen(make):
 
 
 class Counting(nn.Linear):
-    """With a buffer."""
+    """Linear layer with a buffer."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -364,7 +364,7 @@ class Counting(nn.Linear):
 
 
 class Groups(Listed):
-    """A second group of experts beside the first, and one that has buffers."""
+    """Several groups of experts, one of which has buffers."""
 
     def __init__(self):
         super().__init__()
@@ -423,12 +423,12 @@ def test_tokens_of_families_of_transformers_travel(family, implementation):
     )
 
 
-#: Names of the number of experts.
+#: Names of the number of experts in configurations.
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class Tied(Stacked):
-    """A module that has the experts a second time, whole."""
+    """Module that refers to the experts' parameters a second time."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What tells that values were changed, without keeping them."""
+"""Fingerprints that detect changed values without storing them."""
 
 import pytest
 import torch

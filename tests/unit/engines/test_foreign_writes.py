@@ -1,4 +1,4 @@
-"""What a user changes behind the servers' backs is refused, and what comes out the same is not."""
+"""User changes to served parameters outside of updates are refused, unless they leave the values unchanged."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def alone():
 
 @pytest.fixture
 def run(alone):
-    """One worker that serves itself, after one step."""
+    """Set up one worker that serves itself, after one step."""
     param = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([param], lr=1.0, momentum=0.5)
     roles = Roles.beside_work(1, 1)
@@ -101,7 +101,7 @@ def test_weights_may_be_put_in_place_of_others_and_back(run):
     worker.meet()
     kept = param.detach().clone()
     param.data.zero_()
-    # Of the other weights a checkpoint may be saved.
+    # A checkpoint may be saved while other weights are swapped in.
     worker.meet()
     assert not param.any()
     param.data.copy_(kept)

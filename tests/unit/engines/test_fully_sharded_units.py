@@ -43,7 +43,7 @@ def test_tied_parameters_belong_to_what_is_around_their_modules():
     assert "tokens" not in units
     assert "head" not in units
     assert "tokens.weight" in units[""].parameters
-    # Between two blocks: one of them is dissolved, so that its owner is found.
+    # Tied between two blocks: one of them is dissolved, which makes the root own the weight.
     units = plan(zoo.TiedBlocks())
     assert "blocks.0.up.weight" in units[""].parameters
     assert "blocks.1" in units

@@ -1,4 +1,4 @@
-"""Norms and clipping of many gradients at once, as devices have it, against one by one."""
+"""Batched norms and clipping of many gradients, as on devices, against one by one."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Micro-batches' losses weighed in one process, in the orders of schedules."""
+"""Weighting of micro-batches' losses in one process, in the orders of the schedules."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a loss is made of, read off its graph."""
+"""Decomposition of a loss into terms, based on its autograd graph."""
 
 import pytest
 import torch
@@ -127,9 +127,9 @@ def test_what_nothing_is_divided_by_is_no_count():
         lambda: samples().mean() * tokens().mean(),
         lambda: samples().mean(0).pow(2).sum(),
         lambda: samples().std(0).mean(),
-        # What each of several sums is divided by may be a constant.
+        # The divisors of several sums may be constants.
         lambda: (samples().pow(2).sum(0) / torch.linspace(1.0, 2.0, CLASSES)).sum(),
-        # The loss that balances loads of experts, of Switch Transformers.
+        # Load-balancing loss of Switch Transformers.
         lambda: (samples().softmax(1).mean(0) * samples().detach().softmax(1).mean(0)).sum(),
     ],
 )
@@ -147,7 +147,7 @@ def test_means_with_counts_of_their_own(kept, clamp):
 
 @pytest.mark.parametrize("lengths", [(2, 4, 1, 3), (1, 1, 1, 1), (3, 1, 6, 2)])
 def test_items_of_each_sample_beside_means_of_samples(lengths):
-    """A detector's boxes: their number may be that of the samples, or of what a box has."""
+    """A detector's boxes: their number may coincide with that of the samples, or with a box's coordinates."""
     rows = tokens()[:, :, :4]
     boxes = [(row[:length] - 1).abs().sum() for row, length in zip(rows, lengths, strict=True)]
     classes = [F.cross_entropy(row[:1], LABELS[3, :1]) for row in tokens()]
@@ -188,14 +188,14 @@ def test_what_is_computed_from_gathered_samples_is_the_same_on_all_ranks():
     assert list(couplings((features @ features.t() + own[:, :BATCH]).mean(), samples=BATCH, gathers=True))
     mean, whole = find_terms(features.mean() + scores.sum(), samples=BATCH, gathers=True)
     assert (mean.kind, whole.kind) == ("mean", "other")
-    # Parameters that are gathered hold no samples.
+    # Gathered parameters contain no samples.
     weight = AllGather.apply(NET[1].weight[:BATCH])
     (term,) = find_terms((features[:, :WIDTH] @ weight.t()).sum(), samples=BATCH, gathers=True)
     assert term.kind == "sum"
 
 
 class Held(nn.Module):
-    """Computes with what it holds."""
+    """Computes with tensors that the module holds."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +228,7 @@ def test_held_tensors_that_meet_data():
     predicted = NET(HELD.points)
     for loss in ((predicted - targets).pow(2).sum(), F.mse_loss(predicted, targets, reduction="sum")):
         assert [term.kind for term in find_terms(loss, samples=BATCH)] == ["sum"]
-    # Rows of a table are there for samples.
+    # Rows of a table may stand for samples.
     table = Held()
     table.rows = torch.randn(2 * BATCH, WIDTH)
     mark_held(table)
@@ -258,7 +258,7 @@ def test_an_opaque_operation_goes_by_samples():
 
 
 def test_what_torch_keeps_in_nodes():
-    """The contract with torch: names, edges, shapes and saved values that the walk reads."""
+    """Contract with torch: names, edges, shapes and saved values that the traversal reads."""
     node = nll().grad_fn
     assert kind_of(node) == "NllLoss"
     assert saved(node, "total_weight") == COUNT
@@ -279,7 +279,7 @@ def test_what_a_sum_is_not_divided_by():
     assert term.kind == "sum"
     (term,) = find_terms((samples() / temperature).sum(), samples=BATCH)
     assert (term.kind, term.count) == ("mean", COUNT)
-    # One side of an addition is divided, not what is added up.
+    # One operand of the addition is divided, not the sum.
     (term,) = find_terms((samples() / temperature + samples().exp()).sum(), samples=BATCH)
     assert term.kind == "sum"
 

@@ -1,4 +1,4 @@
-"""The outer server: who counts in a round, what those who come late or again are given, and what it refuses."""
+"""Outer server: membership of a round, responses to late or repeated requests, and refusals."""
 
 import contextlib
 import socket
@@ -76,7 +76,7 @@ def test_who_dies_is_not_waited_for_and_who_is_late_does_not_count(server):
     one, _ = _joined(server, 0)
     other, _ = _joined(server, 1)
     begun = time.monotonic()
-    # Time is up: the other one trains on.
+    # The timeout has expired: the other island is still training.
     assert one.meet(torch.ones(3)).islands == 1
     assert 0.4 < time.monotonic() - begun < 5
     late = other.meet(torch.full((3,), 100.0))
@@ -114,7 +114,7 @@ def test_an_island_counts_with_all_of_its_ranks_or_not_at_all(server):
     found = _at_once(*calls)
     assert [meeting.islands for meeting in found] == [1, 1, 0]
     assert others[1].meet(torch.ones(3)).islands == 0
-    # A rank that has gone is an island that has gone.
+    # A lost rank makes its whole island lost.
     others[1].close()
     server.timeout_s = 60.0
     assert [meeting.islands for meeting in _at_once(*calls[:2])] == [1, 1]
@@ -139,7 +139,7 @@ def test_a_founder_that_dies_has_begun_nothing(server):
     thread = threading.Thread(target=lambda: _swallow(founder))
     thread.start()
     time.sleep(0.3)
-    # Its second rank never comes; what the first one brought is of no use to others.
+    # Its second rank never connects; the first one's contribution must not be used.
     founder._connection.shutdown(socket.SHUT_RDWR)
     thread.join(10)
     found = _at_once(*(lambda rank=rank: _joined(server, 1, rank=rank, ranks=2) for rank in range(2)))

@@ -1,4 +1,4 @@
-"""Who holds what where no stages run."""
+"""Parameter ownership under model parallelism without stages."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lightning_pardist.engines.pipeline.owner_plan import plan_owners
 
 
 class Loop(nn.Module):
-    """Blocks in a loop, a head that shares the weight of the embedding, one that is never called, a free parameter."""
+    """Blocks in a loop, a head tied to the embedding, a module that is never called, a free parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The picture of a timeline holds every computation, and opens in what reads SVG and Chrome traces."""
+"""Drawings of a timeline contain every computation, and are valid SVG and Chrome traces."""
 
 import json
 from xml.etree import ElementTree

@@ -1,4 +1,4 @@
-"""Stand-ins for parameters of other stages: silent where nothing comes of it, loud where numbers would be wrong."""
+"""Placeholders for parameters of other stages: harmless uses pass, uses that would give wrong results raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of any class cut into micro-batches, and results put together."""
+"""Splitting batches of any class into micro-batches, and merging results."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Plain:
 
 
 class Encoding(UserDict):  # type: ignore[type-arg]
-    """What tokenizers return."""
+    """Return type of tokenizers."""
 
 
 class Shaped(UserDict):  # type: ignore[type-arg]
-    """Has one size for all that it holds, refuses what has another, and indexes itself: a TensorDict."""
+    """TensorDict-like: one size for all entries, refusal of other sizes, and its own indexing."""
 
     def __init__(self, items: dict[str, Tensor], length: int) -> None:
         self.shape = torch.Size([length])
@@ -83,7 +83,7 @@ class Measured:
 
 @dataclass
 class Labelled(Measured):
-    """Indexing gives its main tensor."""
+    """Batch class whose indexing returns its main tensor."""
 
     labels: Tensor
 
@@ -267,7 +267,7 @@ def test_a_write_to_one_part_is_none_to_others():
     first, second = (part.value for part in split_batch(tokens, 2))
     table = nn.Embedding(8, 3)
     found = table(first).sum()
-    # As models do that put padding in place of ignored labels.
+    # Like models that put padding in place of ignored labels.
     second.masked_fill_(second == 5, 0)
     found.backward()
     assert tokens[2, 1] == 0

@@ -1,4 +1,4 @@
-"""Who holds what, without any process group."""
+"""Placement of parameters on stages, without any process group."""
 
 from __future__ import annotations
 

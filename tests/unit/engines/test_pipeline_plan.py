@@ -1,4 +1,4 @@
-"""Cuts: balanced, by hand, refused; and what crosses them."""
+"""Stage boundaries: balanced, manual, refused; and the values that cross them."""
 
 from __future__ import annotations
 

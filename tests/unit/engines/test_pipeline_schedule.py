@@ -1,4 +1,4 @@
-"""Action lists: checked against broken ones, and timed against the formulas."""
+"""Action lists: validation of broken ones, and durations against the formulas."""
 
 from __future__ import annotations
 

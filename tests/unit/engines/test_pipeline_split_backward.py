@@ -1,4 +1,4 @@
-"""Two halves of a backward give what one gives, and do no work twice."""
+"""Two halves of a split backward give the result of a full one, without duplicate work."""
 
 from __future__ import annotations
 

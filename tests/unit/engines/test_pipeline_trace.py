@@ -1,4 +1,4 @@
-"""The recorded run: units, dependences, and that nothing is left behind."""
+"""Recorded step: units, dependences, and absence of side effects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.pipeline_zoo import ZOO, Block, make
 
 
 class Net(nn.Module):
-    """Six layers with something between the third and the fourth."""
+    """Six layers with arbitrary code between the third and the fourth."""
 
     def __init__(self, between: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_looking_at_values_between_stages_is_refused_with_the_line(kind: str) ->
     with pytest.raises(CannotPipelineError, match=r"reads the value of the output of 'layers.2'") as caught:
         plan_stages(recorded, 4, split=["layers.1", "layers.3", "layers.5"])
     assert "pardist_ddp" in str(caught.value)
-    # In the last stage, the value is a real one.
+    # In the last stage the value is available.
     dry_run(model, model.training_step, batch, plan_stages(recorded, 3, split=["layers.1", "layers.2"]))
     dry_run(model, model.training_step, batch, plan_stages(recorded, 6, reads="send"))
 

@@ -1,4 +1,4 @@
-"""Ranks find each other's store, and no other job's."""
+"""Ranks find their own job's store, and no other job's."""
 
 import socket
 import threading
@@ -58,7 +58,7 @@ def test_port_that_another_program_holds():
         stores = _together(RendezvousEndpoint(ports=(taken, free_port()), token="a"))
         stores[0].set("key", "value")
         assert stores[1].get("key") == b"value"
-    # The thread that asked the other program ends once that has closed its connection.
+    # The thread that probed the other program ends once that has closed its connection.
     deadline = time.monotonic() + 10
     while any("pardist" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.1)

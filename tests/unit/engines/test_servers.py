@@ -1,4 +1,4 @@
-"""Parts of parameter servers in one process: clocks, messages, shares, and who waits for whom."""
+"""Parts of parameter servers in one process: clocks, messages, shares, and staleness bounds."""
 
 import threading
 import time
@@ -72,7 +72,7 @@ def test_workers_get_the_rows_that_changed():
 
 
 def test_updates_wait_for_a_compiler_in_another_thread():
-    """Optimizers ask whether something is compiled, in any thread, and then make their corrections in fp32."""
+    """Optimizers check for compilation in any thread, and would then compute their bias corrections in fp32."""
     grads = torch.randn(3, 8, dtype=torch.float64)
 
     def share():
@@ -107,7 +107,7 @@ def test_each_update_has_the_settings_of_its_worker():
     assert theirs.param_groups[0]["betas"] == (0.8, 0.99)
     server.apply(second.to_send())
     assert theirs.param_groups[0]["lr"] == 0.1
-    # What the optimizer itself has come to is shown, and does not come back as a worker's.
+    # Changes by the optimizer itself are published, and are not sent back as a worker's.
     theirs.param_groups[0]["eps"] = 0.25
     second.publish(server.of_server())
     assert other.param_groups[0]["eps"] == 0.25
@@ -141,7 +141,7 @@ def test_the_fast_worker_waits_for_the_slow_one_and_no_longer():
     assert _turn(server, 1) == 1
     fast.join(0.2)
     assert server.shares[0].version == 3
-    # Nobody waits for who has left.
+    # Workers do not wait for one that has left.
     server.leave(1)
     fast.join(5)
     assert done == [[0, 0, 0]]
@@ -237,7 +237,7 @@ def test_nobody_waits_for_a_worker_that_is_gone_and_it_counts_no_more():
         "Worker 1 has gone after 2 updates (it was killed); the others go on without it, and its share of the data is"
         " not trained on: 8 of 10 batches in epoch 3, and all of later epochs."
     )
-    # Who has left cannot be lost.
+    # A worker that has left cannot be lost.
     server.leave(0)
     server.lose(0, "its connection was closed")
     assert server.lost == {1}
@@ -275,7 +275,7 @@ def test_everybody_at_a_meeting_hears_of_the_same_losses():
     first.start()
     server.meet(1)
     first.join(5)
-    # Behind the meeting, before the first worker has asked.
+    # After the meeting, before the first worker's request.
     server.lose(1, "it was killed")
     assert server.gone == []
     server.release(0)

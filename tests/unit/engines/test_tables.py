@@ -1,4 +1,4 @@
-"""Tables for the log: what folds, what wraps."""
+"""Tables in logs: folding of rows and wrapping of lines."""
 
 import pytest
 

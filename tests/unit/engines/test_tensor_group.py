@@ -1,4 +1,4 @@
-"""What ranks of a tensor group remember of a step: the same, wherever their tensors lie in memory."""
+"""A tensor group's cached copies: eviction depends on the number of other tensors, not on their memory addresses."""
 
 import torch
 
@@ -7,13 +7,13 @@ from tests.helpers.ranks import cpu_mesh, run_ranks
 
 
 def _lives(keep):
-    """How many other tensors one is remembered for, which stay alive or do not."""
+    """Return the number of other tensors after which a cached copy is evicted; they are kept alive or freed."""
     group = TensorGroup(cpu_mesh((1,), ("tensor_parallel",)))
     shared = torch.ones(2, requires_grad=True)
     kept = []
 
     def enter_another():
-        # A view that is not kept is freed at once, and one of the next comes to lie in the same place.
+        # A view that is not kept is freed at once, and a later one may reuse its address.
         other = (2 * shared).view(2)
         group.copy(other)
         if keep:

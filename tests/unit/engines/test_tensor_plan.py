@@ -117,7 +117,7 @@ def test_megatrons_count():
         model = NanoGPT(layers=layers)
         batch = model.batch(0)
         found = plan_layout(model, lambda model=model, batch=batch: model.loss(batch), tp_size=2)
-        # Two a block and direction; embedding, loss, and the head's input besides.
+        # Two per block and direction; plus embedding, loss, and the head's input.
         assert found.collective_count("forward") == 2 * layers + 2
         assert found.collective_count("backward") == 2 * layers + 1
         assert {item.kind for item in found.collectives if item.why != "cross_entropy in the step"} == {"all_reduce"}

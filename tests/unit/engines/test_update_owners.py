@@ -1,4 +1,4 @@
-"""Who updates which tensor, which boxes travel for it, and in how many rounds."""
+"""Ownership of whole-tensor updates, the boxes exchanged for them, and the number of rounds."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from lightning_pardist.engines.common.owner_plan import OwnerPlan, Owners, Tenso
 
 def test_owners_are_balanced_by_cost():
     owners = Owners(2)
-    # A long and thin matrix has more elements than a square one, and costs less.
+    # A long and thin matrix has more elements than a square one, but costs less.
     shapes = {0: (64, 64), 1: (8, 800), 2: (64, 64), 3: (64,)}
     assert update_cost(shapes[1]) < update_cost(shapes[0])
     owners.assign(shapes)
@@ -23,7 +23,7 @@ def test_owners_are_balanced_by_cost():
 def test_among_tensors_of_one_cost_each_stays_where_most_of_it_is():
     owners = Owners(2)
     shapes = dict.fromkeys(range(6), (8, 8)) | {6: (16, 16)}
-    # Four are on rank 0, which takes three; the last one of these has the least there.
+    # Four are on rank 0, which gets three; the last of these has the least there.
     held = {0: {0: 64}, 1: {0: 64}, 2: {0: 64}, 3: {0: 40, 1: 24}, 4: {1: 64}, 6: {1: 256}}
     owners.assign(shapes, held)
     plain = Owners(2)

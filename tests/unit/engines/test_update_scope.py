@@ -1,4 +1,4 @@
-"""What optimizers need to see of their parameters is found by trying them."""
+"""Trial runs that find what optimizers need to see of their parameters."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_scopes(scope, name):
     assert known_scope(optimizer) == found
     assert found.in_rounds
     assert found.steps_on_none
-    # Nothing of it is left behind.
+    # The trial has no side effects.
     assert all(torch.equal(param, torch.ones_like(param)) for param in params)
     assert torch.equal(random, torch.get_rng_state())
     assert all(group.keys() == before.keys() for group, before in zip(optimizer.param_groups, groups, strict=True))
@@ -40,7 +40,7 @@ def test_scopes(scope, name):
 
 
 class LargeOnes(torch.optim.Optimizer):
-    """Treats large tensors by blocks, as optimizers with states of 8 bits do."""
+    """Treats large tensors by blocks, like optimizers with 8-bit states."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -54,7 +54,7 @@ class LargeOnes(torch.optim.Optimizer):
 
 
 class EvenBlocks(torch.optim.Optimizer):
-    """Scales blocks of 256 elements of large tensors where they come out even, and keeps its rate in a tensor."""
+    """Scales blocks of 256 elements of large tensors that divide evenly, and stores its learning rate in a tensor."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": torch.tensor(0.1)})
@@ -73,7 +73,7 @@ class EvenBlocks(torch.optim.Optimizer):
 
 
 class CountsCalls(torch.optim.Optimizer):
-    """Knows how often it was called."""
+    """Counts its calls."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -88,7 +88,7 @@ class CountsCalls(torch.optim.Optimizer):
 
 
 class EstimatesAtFirst(torch.optim.Optimizer):
-    """Sums up a norm over all parameters, and steps by it from the tenth step on, as D-adaptation does."""
+    """Accumulates a norm over all parameters, and uses it from the tenth step on, like D-adaptation."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "steps": 0, "norm": 0.0})
@@ -103,7 +103,7 @@ class EstimatesAtFirst(torch.optim.Optimizer):
 
 
 class CountsElements(torch.optim.Optimizer):
-    """Keeps count of tensors and elements, for a log say."""
+    """Counts tensors and elements, for example for a log."""
 
     def __init__(self, params, by_norm=False):
         super().__init__(params, {"lr": 0.1})
@@ -157,7 +157,7 @@ def test_the_user_has_the_last_word():
 
 
 class Distributed(torch.optim.Optimizer):
-    """Rank r updates every r-th tensor, as the reference form of Muon for several devices does."""
+    """Rank r updates every r-th tensor, like Muon's multi-device reference implementation."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -171,7 +171,7 @@ class Distributed(torch.optim.Optimizer):
 
 
 class Averages(torch.optim.Optimizer):
-    """Elementwise, and averages gradients itself."""
+    """Elementwise optimizer that averages gradients itself."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -189,14 +189,14 @@ def test_a_step_that_talks_to_other_ranks_is_refused(kind, tmp_path):
     try:
         with pytest.raises(ValueError, match=rf"{kind.__name__} talks to other ranks .* single-device form"):
             find_scope(kind(_parameters()), form="dims")
-        # Nothing of it is left behind.
+        # The trial has no side effects.
         dist.all_reduce(torch.ones(1))
     finally:
         dist.destroy_process_group()
 
 
 class Centralizes(torch.optim.Optimizer):
-    """Centers gradients of convolutions (arXiv 2004.01461), and of what is marked."""
+    """Centers gradients of convolutions (arXiv 2004.01461), and of marked parameters."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})

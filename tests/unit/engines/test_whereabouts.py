@@ -1,4 +1,4 @@
-"""Where ranks stand."""
+"""Hang diagnosis: reports of ranks' stacks, and detection of stalled processes."""
 
 import threading
 import time
@@ -81,7 +81,7 @@ def test_stillness(monkeypatch):
     time.sleep(0.2)
     assert still.seconds() > 0.1
     worked = time.process_time()
-    # On a busy machine it would take any time to work that much.
+    # Faked: on a busy machine, using that much CPU time could take arbitrarily long.
     monkeypatch.setattr(time, "process_time", lambda: worked + 60.0)
     assert still.seconds() == 0.0, "the process has worked"
     end.set()

@@ -1,4 +1,4 @@
-"""What tells that a parameter was written to, and whether ranks wrote the same."""
+"""Detection of writes to a parameter, and of whether ranks wrote the same."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Which environment a process with certain variables is in, and what it knows from them."""
+"""Detection of the cluster environment from variables, and the values read from it."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ SCHEDULER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER
 
 @pytest.fixture
 def variables(monkeypatch):
-    """Set a process' variables to these and no others that count."""
+    """Return a function that sets a process's variables to these, and removes all others that matter."""
     prefixes = ("SLURM", "PMI", "OMPI", "MPI_", "TORCHELASTIC", "PET_", "PARDIST", "MASTER")
     for name in list(os.environ):
         if name.startswith(prefixes) or name in TORCHRUN:
@@ -93,7 +93,7 @@ def variables(monkeypatch):
         (SCHEDULER, ManualEnvironment),
         (SCHEDULER | {"LOCAL_RANK": "1"}, LightningEnvironment),
         (SCHEDULER | {"RANK": "0", "WORLD_SIZE": "1"}, LightningEnvironment),
-        # A rank that the script itself has started, in a shell of an allocation.
+        # A rank started by the script itself, in a shell of an allocation.
         (STEP | {"PARDIST_PARENT_PID": "1", "LOCAL_RANK": "1"}, LightningEnvironment),
     ],
 )

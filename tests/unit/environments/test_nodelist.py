@@ -1,4 +1,4 @@
-"""SLURM's node lists and counts, as its commands print them."""
+"""SLURM's node lists and counts, in its commands' formats."""
 
 import pytest
 
