@@ -30,11 +30,11 @@ STRATEGIES = {
     "zero2-4": ("pardist_zero2", 4),
     "zero3-2": ("pardist_zero3", 2),
     "zero3-4": ("pardist_zero3", 4),
-    # Factories set a small unit size: with the default, all parameters of these modules would belong to the root.
     # Each rank serves an equal share of everything.
     "ps-2": ("pardist_ps", 2),
     # Two workers, and a dedicated server that makes the updates.
     "ps_dedicated-3": (functools.partial(ParameterServerStrategy, dedicated_servers=1), 3),
+    # Factories set a small unit size: with the default, all parameters of these modules would belong to the root.
     "fsdp-2": (functools.partial(FSDPStrategy, min_unit_size_mb=0), 2),
     "hsdp-4": (functools.partial(FSDPStrategy, min_unit_size_mb=0, data_shard_size=2), 4),
     "tp-2": ("pardist_tp", 2),
