@@ -31,11 +31,18 @@ _KNOWN_VARIABLES = (
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    unmatched = {}
     for item in items:
-        marker = item.get_closest_marker("push")
-        if marker and not any(fnmatchcase(item.callspec.id, pattern) for pattern in marker.args):
-            item.add_marker(pytest.mark.slow)
+        if marker := item.get_closest_marker("push"):
+            matching = {pattern for pattern in marker.args if fnmatchcase(item.callspec.id, pattern)}
+            left = unmatched.setdefault(item.nodeid.partition("[")[0], set(marker.args))
+            left -= matching
+            if not matching:
+                item.add_marker(pytest.mark.slow)
+    wrong = {name: sorted(left) for name, left in unmatched.items() if left}
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"Patterns of the mark push that match no case: {wrong}")
 
 
 def pytest_sessionfinish(session):
