@@ -121,13 +121,13 @@ class Term:
     def describe(self) -> str:
         """Return a description of the term and its count."""
         if self.kind == "mean":
-            text = f"{self.what}, a mean weighed by {'what it counts' if self.by_data else 'its number of elements'}"
+            text = f"{self.what}, a mean weighted by {'what it counts' if self.by_data else 'its number of elements'}"
         elif self.kind == "sum":
             text = f"{self.what}, a sum, which adds up"
         elif self.kind == "constant":
             text = f"{self.what}, of parameters alone"
         else:
-            text = f"{self.what}, weighed by samples"
+            text = f"{self.what}, weighted by samples"
         return f"{text} ({self.nonlinear})" if self.nonlinear else text
 
 
