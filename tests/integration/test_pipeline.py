@@ -216,7 +216,7 @@ def test_timeline(tmp_path, step, shown):
 
 def test_timeline_needs_a_pipeline(tmp_path):
     trainer = quiet_trainer(callbacks=[PipelineTimeline(tmp_path)])
-    with pytest.raises(ValueError, match="which SingleDeviceStrategy has not"):
+    with pytest.raises(ValueError, match="but SingleDeviceStrategy has none"):
         trainer.fit(Small(), DataLoader(_points(8), batch_size=4))
 
 

@@ -317,7 +317,7 @@ def test_workers_at_different_meetings_end_the_job():
     other.start()
     while not server._waiting:
         time.sleep(0.01)
-    with pytest.raises(RuntimeError, match=r"Worker 1 is at end, and worker 0 at evaluation 1 of epoch 2") as found:
+    with pytest.raises(RuntimeError, match=r"Worker 1 is at end, but worker 0 is at evaluation 1 of epoch 2") as found:
         server.meet(1, place=Place(Purpose.END))
     server.fail(found.value)
     other.join(5)
