@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 import psutil
 import pytest
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_pardist  # noqa: F401  (before anything that imports torchvision)
 from tests.helpers import ranks
@@ -60,7 +61,10 @@ def _nothing_left_behind():
     variables = dict(os.environ)
     threads = {thread.ident for thread in threading.enumerate()}
     children = {child.pid for child in psutil.Process().children()}
+    rank = getattr(rank_zero_only, "rank", 0)
     yield
+    # Warnings and logs of a later test depend on it.
+    rank_zero_only.rank = rank
     problems = []
     if dist.is_initialized():
         dist.destroy_process_group()
