@@ -4,6 +4,12 @@ If each rank or micro-batch has a part of the samples, a sample is combined with
 tensors usually have no gradient, so no autograd graph shows it. So the functions that a step calls are traced from the
 batch, with the order of the samples in each result. A batch that is reordered as a whole, including its labels, is the
 same batch: only functions of tensors in different orders count.
+
+[Note: selections of another length]
+``i, j = torch.triu_indices(n, n, 1)`` selects both sides of all pairs. An index that the batch contains or that is
+computed from it (edges of graphs, the tokens of an expert) belongs to the samples of a rank and says nothing about
+those of other ranks. So orders of another length than the batch's are followed only if the step makes the index itself,
+from sizes alone or by searching a table of all pairs.
 """
 
 from __future__ import annotations
@@ -27,6 +33,10 @@ _REORDERING = {"flip", "flipud", "roll", *_PICKING}
 _TURNING = {"t", "t_", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint", "__get__"}
 #: Functions that concatenate or stack tensors without combining their samples.
 SIDE_BY_SIDE = {"cat", "concat", "concatenate", "stack", "vstack", "hstack"}
+#: Functions that write the results of selected samples to the places of these samples.
+_PLACING = {"__setitem__", "index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_"}
+_PLACING |= {"scatter", "scatter_", "scatter_add", "scatter_add_", "index_reduce", "index_reduce_"}
+_SEARCHING = {"nonzero", "where", "argwhere"}
 
 
 class SampleOrders(TorchFunctionMode):
@@ -49,6 +59,10 @@ class SampleOrders(TorchFunctionMode):
         self._names: dict[_Order, str] = {}
         #: By tensor, the dim that holds samples, and their order.
         self._known: Any = WeakTensorKeyDictionary()
+        #: Tensors that the step computed from sizes alone, and the results of searching :attr:`_pairs`.
+        self._made: Any = WeakTensorKeyDictionary()
+        #: Tensors with samples along two dims, computed from tensors with samples along one.
+        self._pairs: Any = WeakTensorKeyDictionary()
         for each in tensors_in(batch):
             if each.shape[:1] == (samples,):
                 self._known[each] = 0, self._as_given
@@ -62,8 +76,25 @@ class SampleOrders(TorchFunctionMode):
             self._follow(getattr(func, "__name__", ""), args, kwargs, output)
         return output
 
+    def _follow_indices(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
+        """Update the tensors that are made by the step, and those that hold pairs of samples."""
+        if all(each in self._made for each in given) or (
+            name in _SEARCHING and len(given) == 1 and given[0] in self._pairs
+        ):
+            self._made.update((each, True) for each in results)
+        sources = [each for each in given if each not in self._made]
+        if sources and all(
+            each in self._pairs or (each in self._known and self._dims_of(each) == 1) for each in sources
+        ):
+            self._pairs.update((each, True) for each in results if self._dims_of(each) > 1)
+
+    def _dims_of(self, tensor: Tensor) -> int:
+        """Return the number of dims whose size is the number of samples."""
+        return sum(size == self._samples for size in tensor.shape)
+
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         results = [each for each in given_tensors(output) if type(each) is Tensor]
+        self._follow_indices(name, given_tensors([args, kwargs]), results)
         source = args[0] if args and isinstance(args[0], Tensor) else None
         if source is not None and name in _REORDERING and results:
             self._reordered(name, source, args[1:], kwargs, results[0])
@@ -74,6 +105,8 @@ class SampleOrders(TorchFunctionMode):
         if not known or name in SIDE_BY_SIDE:
             return
         orders = list(dict.fromkeys(order for _, order in known))
+        if name in _PLACING and any(len(order) != self._samples for order in orders):
+            return
         # Boolean results are logged, or select from tensors that have an order themselves.
         if len(orders) > 1 and (name == "__setitem__" or any(each.dtype != torch.bool for each in results)):
             how = next((self._names[order] for order in orders if order in self._names), "")
@@ -112,8 +145,14 @@ class SampleOrders(TorchFunctionMode):
         # In trial runs without real data, indices have no values.
         with suppress(Exception):
             moved = _moved(name, args, kwargs, source, dim)
-            if len(moved) == len(order) and result.shape[dim : dim + 1] == (len(order),):
+            is_followed = len(moved) == len(order) or len(order) != self._samples or self._is_made(args, kwargs)
+            if moved and is_followed and result.shape[dim : dim + 1] == (len(moved),):
                 self._put(result, dim, tuple(order[place] for place in moved), name)
+
+    def _is_made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether the step made the tensors of an index itself."""
+        given = given_tensors([args, kwargs])
+        return bool(given) and all(each in self._made for each in given)
 
     def _put(self, result: Tensor, dim: int, order: _Order, name: str) -> None:
         if order != self._as_given:

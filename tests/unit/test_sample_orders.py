@@ -63,6 +63,31 @@ def time_first(x, y):
     return NET(steps + steps.flip(1)).square().mean()
 
 
+def pairs_by_index(x, y):
+    i, j = torch.triu_indices(SAMPLES, SAMPLES, 1)
+    h = NET(x)
+    return F.softplus((h[i] - h[j]).sum(1)).mean()
+
+
+def pairs_by_combinations(x, y):
+    index = torch.combinations(torch.arange(SAMPLES))
+    h = NET(x)
+    return F.cosine_similarity(h.index_select(0, index[:, 0]), h.index_select(0, index[:, 1])).mean()
+
+
+def triplets_by_labels(x, y):
+    same = (y[:, None] == y[None]) & ~torch.eye(SAMPLES, dtype=torch.bool)
+    anchors, positives = torch.where(same)
+    h = NET(x)
+    return F.pairwise_distance(h[anchors], h[positives]).mean()
+
+
+def others_of_a_choice(x, y):
+    some = torch.randperm(SAMPLES)[:3]
+    h = NET(x)
+    return (h[some] @ h.T).square().mean()
+
+
 def plain(x, y):
     return F.cross_entropy(NET(x), y)
 
@@ -97,6 +122,35 @@ def shown_beside(x, y):
     return F.cross_entropy(NET(x), y) + 0 * hits
 
 
+def some_of_the_samples(x, y):
+    some = torch.randperm(SAMPLES)[:3]
+    return F.cross_entropy(NET(x[some]), y[some])
+
+
+def some_of_the_residuals(x, y):
+    some = torch.randperm(SAMPLES)[:3]
+    h = NET[0](x)
+    h = torch.index_add(h, 0, some, h[some].tanh())
+    h = h.clone()
+    h[some] = h[some].sigmoid()
+    return F.cross_entropy(NET[2](h), y)
+
+
+def edges_of_the_data(x, y):
+    source, target = y.repeat(2), (y + 1).repeat(2)
+    h = NET(x)
+    return (h[source] - h[target]).square().mean()
+
+
+def routed(x, y):
+    h, chosen = NET[0](x), x[:, :2].argmax(1)
+    output = torch.zeros_like(h)
+    for expert in range(2):
+        rows = torch.where(chosen == expert)[0]
+        output[rows] = h[rows] * (expert + 1)
+    return F.cross_entropy(NET[2](output + h), y)
+
+
 def both_orders_side_by_side(x, y):
     return F.cross_entropy(NET(torch.cat([x, x.flip(0)])), torch.cat([y, y.flip(0)]))
 
@@ -112,6 +166,10 @@ MIXED = [
     hidden,
     negatives,
     time_first,
+    pairs_by_index,
+    pairs_by_combinations,
+    triplets_by_labels,
+    others_of_a_choice,
 ]
 PLAIN = [
     plain,
@@ -121,6 +179,10 @@ PLAIN = [
     picked_for_each,
     looked_up,
     shown_beside,
+    some_of_the_samples,
+    some_of_the_residuals,
+    edges_of_the_data,
+    routed,
     both_orders_side_by_side,
 ]
 
