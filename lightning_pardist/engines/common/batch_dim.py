@@ -128,7 +128,7 @@ class BatchDims:
             return self._dim_of_matrix_product(node, kind, sides)
         if kind in ("Stack", "Cat"):
             return self._dim_of_stack(node, kind, inputs)
-        if kind in ("T", "Transpose", "Permute", "Unsqueeze", "Select") and inputs:
+        if kind in ("T", "Transpose", "Permute", "Unsqueeze", "Select", "Unbind") and inputs:
             return _moved(node, kind, self.of(inputs[0]), shape_of(inputs[0]))
         if kind in LOSSES and saved(node, "reduction") in (1, 2):
             return REDUCED

@@ -71,8 +71,10 @@ def couplings(loss: Tensor, *, samples: int | None, gathers: bool = False) -> It
 def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
     """Return a description of how an operation couples samples; empty if it does not."""
     if kind in _OVER_DIM and inputs:
-        ndim = len(shape_of(inputs[0]) or ())
-        over_samples = ndim and BatchDims(samples).of(inputs[0]) == int(saved(node, "dim") or 0) % ndim
+        sizes = shape_of(inputs[0]) or ()
+        dim = int(saved(node, "dim") or 0) % len(sizes) if sizes else 0
+        # A shorter dim holds the features of one sample, in a loss that is computed sample by sample.
+        over_samples = sizes and sizes[dim] >= samples and BatchDims(samples).of(inputs[0]) == dim
         return f"{kind} over the samples" if over_samples else ""
     if kind != "Sum" or not inputs:
         return ""

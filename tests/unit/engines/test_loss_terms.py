@@ -314,6 +314,18 @@ def test_operations_over_features_compare_no_samples():
         assert not list(couplings(loss, samples=BATCH))
 
 
+def test_operations_within_single_samples_compare_none():
+    def by_sample(loss):
+        return torch.stack([loss(*one) for one in zip(tokens(), LABELS.float(), strict=True)]).mean()
+
+    sorted_errors = by_sample(
+        lambda logits, labels: (1 - logits * labels[:, None]).flatten().sort().values.relu().sum()
+    )
+    alone = torch.stack([F.cross_entropy(NET(x)[None, :3], torch.tensor([1])) for x in SAMPLES]).mean()
+    for loss in (sorted_errors, alone):
+        assert not list(couplings(loss, samples=BATCH))
+
+
 def test_a_look_at_a_loss_runs_no_checkpointed_layer_again():
     layer, runs = nn.Linear(4, 4), []
 
