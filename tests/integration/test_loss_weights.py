@@ -433,9 +433,10 @@ def test_numbers_that_differ_between_ranks_are_no_constants():
     assert sum("that ranks divide by different numbers" in each for each in said) == 1
 
 
-@pytest.mark.parametrize(("strategy", "everywhere"), [("ddp", False), ("zero3", False), ("ddp", True)])
+@pytest.mark.parametrize(("strategy", "everywhere"), [("ddp", False), ("zero3", False), ("pp", False), ("ddp", True)])
 def test_settings_of_optimizers_that_differ_between_ranks_are_said_once(strategy, everywhere):
-    said, *_ = run_ranks(2, _warned, EVEN, {}, strategy, "ignored", 1, everywhere)
+    parts = 2 if strategy == "pp" else 1
+    said, *_ = run_ranks(2 * parts, _warned, EVEN, {}, strategy, "ignored", parts, everywhere)
     assert sum("have different settings on different ranks" in each for each in said) == (not everywhere)
 
 
