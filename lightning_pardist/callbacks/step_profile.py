@@ -245,7 +245,9 @@ def report(ranks: list[dict[str, float]], steps: int) -> str:
     lines = [f"Where {steps} training steps went, on {len(ranks)} ranks", table(head, rows)]
     if late := slowest_rank(ranks):
         rank, kind, seconds = late
-        lines.append(f"Rank {rank} is the slowest: {1e3 * seconds:.2f} ms a step more than the median in {kind}.")
+        lines.append(
+            f"Rank {rank} is the slowest: {1e3 * seconds:.2f} ms a step more than the median of the others in {kind}."
+        )
     data = sum(rank.get(DATA, 0.0) for rank in ranks) / max(sum(sum(rank.values()) for rank in ranks), 1e-9)
     if data > _SLOW_DATA:
         lines.append(

@@ -95,7 +95,7 @@ def test_the_slowest_rank_and_what_it_is_slow_at(at, tmp_path):
     assert (rank, kind) == (1, at)
     assert seconds > 0.1
     shown = report(means, STEPS)
-    assert f"Rank 1 is the slowest: {1e3 * seconds:.2f} ms a step more than the median in {at}." in shown
+    assert f"Rank 1 is the slowest: {1e3 * seconds:.2f} ms a step more than the median of the others in {at}." in shown
     assert ("More num_workers" in shown) == (at == "data")
 
 
