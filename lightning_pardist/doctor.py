@@ -148,13 +148,16 @@ class _Examination:
     def _not_examined(self, alone: bool) -> list[str]:
         found = []
         if self._options.devices is None:
-            like_the_training = ", or start doctor like the training (srun, torchrun, mpirun)" if alone else ""
+            like_the_training = ", or launch doctor like the training (srun, torchrun, mpirun)" if alone else ""
             found.append(
-                "the Trainer's devices and num_nodes, and whether degrees fit them. Pass --devices and --num-nodes"
-                f"{like_the_training}."
+                "the Trainer's devices and num_nodes, and whether the strategy's degrees match them. Pass"
+                f" --devices and --num-nodes{like_the_training}."
             )
         elif alone and (ranks := self._options.devices * self._options.num_nodes) > 1:
-            found.append(f"connections among the {ranks} ranks, which nothing has started. The Trainer's numbers fit.")
+            found.append(
+                f"connections among the {ranks} ranks, because no launcher started them. The Trainer accepts its"
+                " settings."
+            )
         return found
 
     def _with_others(self, meeting: RendezvousEndpoint, unwritable: str) -> int:
@@ -163,7 +166,7 @@ class _Examination:
         store = open_store(meeting, rank=rank, world_size=size, timeout=wait)
         listener = socket.create_server((self._facts.address, 0))
         store.set(f"doctor/facts/{rank}", json.dumps([asdict(self._facts), listener.getsockname()[1], unwritable]))
-        answers = [self._read(store, f"doctor/facts/{other}", f"rank {other} did not come") for other in range(size)]
+        answers = [self._read(store, f"doctor/facts/{other}", f"rank {other} did not connect") for other in range(size)]
         everyone, ports = [Facts(**facts) for facts, _, _ in answers], [port for _, port, _ in answers]
         if answers[0][2]:
             listener.close()
@@ -173,7 +176,10 @@ class _Examination:
         problems = self._reach(everyone, ports)
         # Keep the port open while other ranks may still connect to it.
         store.set(f"doctor/problems/{rank}", json.dumps(problems))
-        lists = [self._read(store, f"doctor/problems/{other}", f"rank {other} went silent") for other in range(size)]
+        lists = [
+            self._read(store, f"doctor/problems/{other}", f"rank {other} did not report its connections")
+            for other in range(size)
+        ]
         listener.close()
         problems = [problem for found in lists for problem in found]
         problems += [f"rank {facts.rank}: {problem}" for facts in everyone for problem in facts.problems]
@@ -230,9 +236,9 @@ class _Examination:
                 socket.create_connection(where, timeout=_CONNECT_TIMEOUT_S).close()
             except OSError as error:
                 found.append(
-                    f"rank {rank} on {self._facts.host} does not reach rank {other} on {everyone[other].host} at"
-                    f" {where[0]} port {where[1]} ({error}). Open the ports above 1024 between the hosts, or name the"
-                    " right network with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
+                    f"rank {rank} on {self._facts.host} cannot connect to rank {other} on {everyone[other].host} at"
+                    f" {where[0]} port {where[1]} ({error}). Open the ports above 1024 between the hosts, or set"
+                    " GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the right network."
                 )
         return found
 
@@ -274,7 +280,7 @@ class _Examination:
     def _write(self, profile: DeviceProfile) -> None:
         path = Path(str(self._options.save))
         path.write_text(json.dumps(profile.to_json(), indent=2) + "\n")
-        print(f"The profile of {profile.name} is in {path}: pardist plan --device {path}")
+        print(f"The profile of {profile.name} was written to {path}. Use it with: pardist plan --device {path}")
 
 
 def _unwritable(path: str | None) -> str:
@@ -366,14 +372,14 @@ def _compare(everyone: list[Facts], skews: dict[int, float] | None = None) -> li
         cores = max(facts.cores for facts in here)
         if sum(facts.threads for facts in here) > cores and here[0].device == "cpu":
             found.append(
-                f"{len(here)} rank(s) of {here[0].threads} thread(s) share {cores} core(s) on {host}."
-                f" Set OMP_NUM_THREADS={max(1, cores // len(here))}."
+                f"{len(here)} rank(s) with {here[0].threads} thread(s) each share {cores} core(s) on {host}. Set"
+                f" OMP_NUM_THREADS={max(1, cores // len(here))}."
             )
         numbers = sorted(facts.rank for facts in here)
         if numbers[-1] - numbers[0] >= len(here):
             found.append(
-                f"the ranks on {host} are not neighbours, so that tensor groups would span hosts. Place ranks host by"
-                " host (`srun --distribution=block`, `mpirun --map-by slot`)."
+                f"the ranks on {host} are not consecutive, so tensor-parallel groups would span hosts. Place ranks"
+                " host by host (`srun --distribution=block`, `mpirun --map-by slot`)."
             )
     for rank, skew in (skews or {}).items():
         if abs(skew) > _SKEW_S:
