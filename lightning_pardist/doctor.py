@@ -97,7 +97,7 @@ def examine(options: Options) -> int:
     Returns:
         0 if training could start, 1 if not, 2 if the profile could not be saved at the given path.
     """
-    # Total time limit, whatever a library waits for.
+    # Limits the total time, including waits inside libraries.
     limit = _end_after(6 * options.timeout_s + 60)
     try:
         return _Examination(options).run()
@@ -125,7 +125,7 @@ class _Examination:
                 return _refused(unwritable)
             _show([facts], {}, {}, _compare([facts]), facts.problems, self._not_examined(alone))
             if self._options.save is not None:
-                # On CPU two ranks by default, because a single rank cannot measure a link.
+                # The default on CPU is two ranks, because a single rank cannot measure a link.
                 ranks = max(self._options.devices or len(rank_devices()) or 2, 1)
                 _tell_of_measuring(ranks)
                 try:
@@ -137,11 +137,11 @@ class _Examination:
         try:
             return self._with_others(self._meeting, unwritable)
         except Exception as error:
-            # Ranks cannot exchange results at this point, so every rank prints its own.
+            # Ranks may be unable to exchange results at this point, so every rank prints its own.
             problem = f"{type(error).__name__}: {sentence(error)}"
             _show([self._facts], {}, {}, [], [*self._facts.problems, problem], [])
             if not isinstance(error, (OSError, RuntimeError, ValueError)):
-                # Not caused by this machine, but a defect of this module or of those it uses.
+                # Not caused by the environment: a defect of this module or of a library.
                 raise
             return 1
 
@@ -174,7 +174,7 @@ class _Examination:
             return _refused(unwritable) if rank == 0 else 2
         skews = self._clock(store)
         problems = self._reach(everyone, ports)
-        # Keep the port open while other ranks may still connect to it.
+        # Keep the port open until all ranks have tried to connect.
         store.set(f"doctor/problems/{rank}", json.dumps(problems))
         lists = [
             self._read(store, f"doctor/problems/{other}", f"rank {other} did not report its connections")
@@ -230,7 +230,7 @@ class _Examination:
         rank, size = self._facts.rank, self._facts.world_size
         found = []
         for other in sorted({0, (rank + 1) % size} - {rank}):
-            # With a shared file as rendezvous, ranks have no address.
+            # With a shared file as the rendezvous, ranks have no address.
             where = (everyone[other].address or everyone[other].host, ports[other])
             try:
                 socket.create_connection(where, timeout=_CONNECT_TIMEOUT_S).close()
@@ -263,7 +263,7 @@ class _Examination:
             size = group.size()
             small = _seconds(torch.zeros(1, device=device), group, _SMALL_ROUNDS)
             large = torch.zeros(int(options.megabytes * 2**20 / 4), device=device)
-            # What a rank sends in an all-reduce among n: 2 (n-1)/n of the message.
+            # Bytes that each rank sends in an all-reduce over n ranks: 2 (n-1)/n of the message.
             sent = 2 * (size - 1) / size * large.numel() * 4
             rate = sent / _seconds(large, group, _LARGE_ROUNDS)
             slowest = torch.tensor([small, -rate], dtype=torch.float64, device=device)
@@ -312,7 +312,7 @@ def _as_the_trainer_would(options: Options) -> tuple[ParallelDims | None, Cluste
     If its devices are unknown, the degrees are compared with the ranks that a launcher has started.
     """
     environment, dims = find(), None
-    # Suppress Lightning's messages about devices and products.
+    # Suppress Lightning's messages about devices and its tips.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     try:
         strategy = options.make_strategy()

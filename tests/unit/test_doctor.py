@@ -157,14 +157,14 @@ def test_a_disk_takes_a_folder_and_a_file_for_the_profile(arguments, tmp_path, m
 
 def test_measuring_says_how_long_and_what_failed(tmp_path, monkeypatch, capsys):
     def fail(num_ranks, disk):
-        raise RuntimeError("rank 1 of 2 that measure failed: no memory")
+        raise RuntimeError("measuring failed on rank 1 of 2: no memory")
 
     monkeypatch.setattr(doctor, "measure_alone", fail)
     path = tmp_path / "profile.json"
     assert main(["doctor", "--devices", "2", "--save", str(path)]) == 1
     shown = capsys.readouterr()
     assert "about a minute" in shown.out
-    assert shown.err == "error: nothing was saved: rank 1 of 2 that measure failed: no memory\n"
+    assert shown.err == "error: nothing was saved: measuring failed on rank 1 of 2: no memory\n"
     assert not path.exists()
 
 
