@@ -235,7 +235,10 @@ class Plan:
         if row.on_host:
             lines.insert(2, f"  The host holds another {size_text(row.on_host)}, and the optimizer steps there.")
         if row.dims.expert_parallel > 1:
-            lines.append("  Tokens are taken to travel, and to go to all experts alike.")
+            lines.append(
+                "  Assumed: tokens are sent instead of expert weights where possible, and all experts get the same"
+                " number of tokens."
+            )
         if row.looked_at:
             lines.append(
                 "  Values of tensors that a plan does not compute were assumed where the module reads them:"

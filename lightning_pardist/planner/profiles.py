@@ -257,7 +257,9 @@ def find_profile(device: str | Path | DeviceProfile, *, memory_gb: float | None 
         near = difflib.get_close_matches(str(device).lower(), _TABLE, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         names = ", ".join(_TABLE)
-        raise ProfileError(f"There is no device {str(device)!r}.{hint} Use one of {names}, or a profile's .json file.")
+        raise ProfileError(
+            f"There is no device {str(device)!r}.{hint} Use one of {names}, or the .json file of a profile."
+        )
     if memory_gb is not None and not 0 < memory_gb < math.inf:
         raise ProfileError(
             f"memory_gb={memory_gb:g} is not positive and finite. Set the memory of a device in 10^9 bytes."

@@ -684,7 +684,7 @@ def test_experts_are_planned_as_if_tokens_went_to_all_of_them_alike(layer):
     experts = sum(param.numel() for name, param in module.named_parameters() if is_expert(name))
     assert ddp.memory["parameters"] - ep.memory["parameters"] == 4 * experts / 2
     assert ddp.memory["optimizer"] > 8 * experts
-    assert "to all experts alike" in found.explain(ep)
+    assert "all experts get the same number of tokens" in found.explain(ep)
     # Two exchanges of rows per layer and the same in backward, each to one other rank.
     rows = 2 * 4 * 16 * LENGTH * WIDTH * 4
     assert 0.5 * rows < ep.sent["expert_parallel"] < 2 * rows
