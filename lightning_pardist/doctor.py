@@ -97,7 +97,7 @@ def examine(options: Options) -> int:
     Returns:
         0 if training could start, 1 if not, 2 if the profile could not be saved at the given path.
     """
-    # Total time limit, whatever a library waits for.
+    # Limits the total time, including waits inside libraries.
     limit = _end_after(6 * options.timeout_s + 60)
     try:
         return _Examination(options).run()
@@ -125,7 +125,7 @@ class _Examination:
                 return _refused(unwritable)
             _show([facts], {}, {}, _compare([facts]), facts.problems, self._not_examined(alone))
             if self._options.save is not None:
-                # On CPU two ranks by default, because a single rank cannot measure a link.
+                # The default on CPU is two ranks, because a single rank cannot measure a link.
                 ranks = max(self._options.devices or len(rank_devices()) or 2, 1)
                 _tell_of_measuring(ranks)
                 try:
@@ -137,24 +137,27 @@ class _Examination:
         try:
             return self._with_others(self._meeting, unwritable)
         except Exception as error:
-            # Ranks cannot exchange results at this point, so every rank prints its own.
+            # Ranks may be unable to exchange results at this point, so every rank prints its own.
             problem = f"{type(error).__name__}: {sentence(error)}"
             _show([self._facts], {}, {}, [], [*self._facts.problems, problem], [])
             if not isinstance(error, (OSError, RuntimeError, ValueError)):
-                # Not caused by this machine, but a defect of this module or of those it uses.
+                # Not caused by the environment: a defect of this module or of a library.
                 raise
             return 1
 
     def _not_examined(self, alone: bool) -> list[str]:
         found = []
         if self._options.devices is None:
-            like_the_training = ", or start doctor like the training (srun, torchrun, mpirun)" if alone else ""
+            like_the_training = ", or launch doctor like the training (srun, torchrun, mpirun)" if alone else ""
             found.append(
-                "the Trainer's devices and num_nodes, and whether degrees fit them. Pass --devices and --num-nodes"
-                f"{like_the_training}."
+                "the Trainer's devices and num_nodes, and whether the strategy's degrees match them. Pass"
+                f" --devices and --num-nodes{like_the_training}."
             )
         elif alone and (ranks := self._options.devices * self._options.num_nodes) > 1:
-            found.append(f"connections among the {ranks} ranks, which nothing has started. The Trainer's numbers fit.")
+            found.append(
+                f"connections among the {ranks} ranks, because no launcher started them. The Trainer accepts its"
+                " settings."
+            )
         return found
 
     def _with_others(self, meeting: RendezvousEndpoint, unwritable: str) -> int:
@@ -163,7 +166,7 @@ class _Examination:
         store = open_store(meeting, rank=rank, world_size=size, timeout=wait)
         listener = socket.create_server((self._facts.address, 0))
         store.set(f"doctor/facts/{rank}", json.dumps([asdict(self._facts), listener.getsockname()[1], unwritable]))
-        answers = [self._read(store, f"doctor/facts/{other}", f"rank {other} did not come") for other in range(size)]
+        answers = [self._read(store, f"doctor/facts/{other}", f"rank {other} did not connect") for other in range(size)]
         everyone, ports = [Facts(**facts) for facts, _, _ in answers], [port for _, port, _ in answers]
         if answers[0][2]:
             listener.close()
@@ -171,9 +174,12 @@ class _Examination:
             return _refused(unwritable) if rank == 0 else 2
         skews = self._clock(store)
         problems = self._reach(everyone, ports)
-        # Keep the port open while other ranks may still connect to it.
+        # Keep the port open until all ranks have tried to connect.
         store.set(f"doctor/problems/{rank}", json.dumps(problems))
-        lists = [self._read(store, f"doctor/problems/{other}", f"rank {other} went silent") for other in range(size)]
+        lists = [
+            self._read(store, f"doctor/problems/{other}", f"rank {other} did not report its connections")
+            for other in range(size)
+        ]
         listener.close()
         problems = [problem for found in lists for problem in found]
         problems += [f"rank {facts.rank}: {problem}" for facts in everyone for problem in facts.problems]
@@ -224,15 +230,15 @@ class _Examination:
         rank, size = self._facts.rank, self._facts.world_size
         found = []
         for other in sorted({0, (rank + 1) % size} - {rank}):
-            # With a shared file as rendezvous, ranks have no address.
+            # With a shared file as the rendezvous, ranks have no address.
             where = (everyone[other].address or everyone[other].host, ports[other])
             try:
                 socket.create_connection(where, timeout=_CONNECT_TIMEOUT_S).close()
             except OSError as error:
                 found.append(
-                    f"rank {rank} on {self._facts.host} does not reach rank {other} on {everyone[other].host} at"
-                    f" {where[0]} port {where[1]} ({error}). Open the ports above 1024 between the hosts, or name the"
-                    " right network with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
+                    f"rank {rank} on {self._facts.host} cannot connect to rank {other} on {everyone[other].host} at"
+                    f" {where[0]} port {where[1]} ({error}). Open the ports above 1024 between the hosts, or set"
+                    " GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the right network."
                 )
         return found
 
@@ -257,7 +263,7 @@ class _Examination:
             size = group.size()
             small = _seconds(torch.zeros(1, device=device), group, _SMALL_ROUNDS)
             large = torch.zeros(int(options.megabytes * 2**20 / 4), device=device)
-            # What a rank sends in an all-reduce among n: 2 (n-1)/n of the message.
+            # Bytes that each rank sends in an all-reduce over n ranks: 2 (n-1)/n of the message.
             sent = 2 * (size - 1) / size * large.numel() * 4
             rate = sent / _seconds(large, group, _LARGE_ROUNDS)
             slowest = torch.tensor([small, -rate], dtype=torch.float64, device=device)
@@ -274,7 +280,7 @@ class _Examination:
     def _write(self, profile: DeviceProfile) -> None:
         path = Path(str(self._options.save))
         path.write_text(json.dumps(profile.to_json(), indent=2) + "\n")
-        print(f"The profile of {profile.name} is in {path}: pardist plan --device {path}")
+        print(f"The profile of {profile.name} was written to {path}. Use it with: pardist plan --device {path}")
 
 
 def _unwritable(path: str | None) -> str:
@@ -306,7 +312,7 @@ def _as_the_trainer_would(options: Options) -> tuple[ParallelDims | None, Cluste
     If its devices are unknown, the degrees are compared with the ranks that a launcher has started.
     """
     environment, dims = find(), None
-    # Suppress Lightning's messages about devices and products.
+    # Suppress Lightning's messages about devices and its tips.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     try:
         strategy = options.make_strategy()
@@ -366,14 +372,14 @@ def _compare(everyone: list[Facts], skews: dict[int, float] | None = None) -> li
         cores = max(facts.cores for facts in here)
         if sum(facts.threads for facts in here) > cores and here[0].device == "cpu":
             found.append(
-                f"{len(here)} rank(s) of {here[0].threads} thread(s) share {cores} core(s) on {host}."
-                f" Set OMP_NUM_THREADS={max(1, cores // len(here))}."
+                f"{len(here)} rank(s) with {here[0].threads} thread(s) each share {cores} core(s) on {host}. Set"
+                f" OMP_NUM_THREADS={max(1, cores // len(here))}."
             )
         numbers = sorted(facts.rank for facts in here)
         if numbers[-1] - numbers[0] >= len(here):
             found.append(
-                f"the ranks on {host} are not neighbours, so that tensor groups would span hosts. Place ranks host by"
-                " host (`srun --distribution=block`, `mpirun --map-by slot`)."
+                f"the ranks on {host} are not consecutive, so tensor-parallel groups would span hosts. Place ranks"
+                " host by host (`srun --distribution=block`, `mpirun --map-by slot`)."
             )
     for rank, skew in (skews or {}).items():
         if abs(skew) > _SKEW_S:

@@ -10,13 +10,13 @@ from typing import Any
 
 _NOT_NEEDED = "Leave it out: it is not needed here."
 _DEEPSPEED_OFFLOAD = 'Use strategy="pardist_zero2_offload" or "pardist_zero3_offload", or offload="cpu".'
-_DEEPSPEED = "Leave it out, or read the whole configuration by ZeroStrategy.from_deepspeed_config."
+_DEEPSPEED = "Leave it out, or read the whole configuration with ZeroStrategy.from_deepspeed_config."
 _SCALER = "Give it to the Trainer's precision plugin, or leave it out."
 
 #: Advice by name of the setting.
 ADVICE: Mapping[str, str] = {
     # DDPStrategy
-    "find_unused_parameters": "Leave it out: parameters that take no part in a step need no flag here.",
+    "find_unused_parameters": "Leave it out: parameters that a step does not use need no setting.",
     "gradient_as_bucket_view": _NOT_NEEDED,
     "static_graph": _NOT_NEEDED,
     "bucket_cap_mb": "Use bucket_size_mb.",
@@ -35,12 +35,12 @@ ADVICE: Mapping[str, str] = {
     "state_dict_type": 'Use checkpoint="full" or "sharded".',
     "device_mesh": "Use data_shard_size of FSDPStrategy, or the degrees of HybridStrategy: the mesh is made from them.",
     "use_orig_params": "Leave it out: modules keep their own parameters.",
-    "sync_module_states": "Leave it out: every rank begins with the first one's parameters.",
+    "sync_module_states": "Leave it out: every rank starts with the first rank's parameters.",
     "limit_all_gathers": _NOT_NEEDED,
     "forward_prefetch": _NOT_NEEDED,
     "backward_prefetch": _NOT_NEEDED,
     # ModelParallelStrategy
-    "data_parallel_size": "Leave it out: what the other degrees leave of the ranks is data parallel.",
+    "data_parallel_size": "Leave it out: data parallelism uses the ranks that the other degrees leave.",
     "save_distributed_checkpoint": 'Use checkpoint="sharded" or "full".',
     # DeepSpeedStrategy
     "stage": 'Use strategy="pardist_zero1", "pardist_zero2" or "pardist_zero3", or zero_stage=1 or 2 of ZeroStrategy.',
@@ -116,7 +116,7 @@ def refuse_unknown_inside(
     known = [name for name in names_of(taker) if name not in names_of(beside)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise ValueError(f"{place}: {', '.join(unknown)} is none of {', '.join(known)}.")
+        raise ValueError(f"{place}: {', '.join(unknown)} is unknown. Use {', '.join(known)}.")
 
 
 def names_of(taker: Callable[..., Any]) -> list[str]:
@@ -137,10 +137,10 @@ def refuse_name(name: str, known: Iterable[str]) -> None:
     names = list(known)
     if name.startswith("lightning_pardist."):
         raise ValueError(
-            f"strategy={name!r} is the path of a class, and the Trainer takes a string for a registered name: pass an"
-            " instance, strategy=lightning_pardist.ZeroStrategy() say. On a command line a path becomes one with a"
-            f" setting beside it (--trainer.strategy {name} --trainer.strategy.timeout_s 1800), or as class_path in a"
-            " config file."
+            f"strategy={name!r} is the path of a class, but the Trainer accepts only registered names as strings:"
+            " pass an instance, for example strategy=lightning_pardist.ZeroStrategy(). On the command line, pass a"
+            f" setting of the class as well (--trainer.strategy {name} --trainer.strategy.timeout_s 1800), or set"
+            " class_path in a config file."
         )
     if not name.startswith("pardist") or name in names:
         return

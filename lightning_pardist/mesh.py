@@ -188,8 +188,8 @@ class ParallelDims:
         named = dict(zip(_UNNAMED, layout, strict=True)) if isinstance(layout, list) else dict(layout)
         if unknown := sorted(set(named) - set(AXES)):
             raise ValueError(
-                f"The checkpoint was saved with the axes {', '.join(unknown)}, which this version of lightning_pardist"
-                " does not have. Update it."
+                f"The checkpoint was saved with the axes {', '.join(unknown)}, which this version of"
+                " lightning_pardist does not have. Update lightning_pardist."
             )
         return cls(**named)
 
@@ -299,8 +299,9 @@ def experts_beside_context(degrees: Mapping[str, Degree]) -> dict[str, Degree]:
         else:
             fix = f"expert_parallel_size to {context}, {2 * context} or 'auto'"
         raise ValueError(
-            f"expert_parallel_size={experts} with context_parallel_size={context!r}: experts are divided over context"
-            f" ranks as well, so that these have to be a part of the ranks that hold experts. Set {fix}."
+            f"expert_parallel_size={experts} with context_parallel_size={context!r}: experts are divided over the"
+            " context ranks as well, so expert_parallel_size must be a multiple of context_parallel_size. Set"
+            f" {fix}."
         )
     return {**degrees, "expert_parallel": experts // context}
 

@@ -72,8 +72,8 @@ class ParameterGroups:
         found = [(name, params.get(name)) for name, role in self.roles.items() if role in roles]
         if missing := [name for name, param in found if param is None]:
             raise RuntimeError(
-                f"{type(self.module).__name__} had a parameter {missing[0]!r} when split_groups looked at it, and has"
-                " none now. Call split_groups again after the module has changed."
+                f"{type(self.module).__name__} no longer has the parameter {missing[0]!r}, which it had when"
+                " split_groups was called. Call split_groups again after the module has changed."
             )
         return [param for _, param in found if param is not None and param.requires_grad]
 
@@ -84,7 +84,7 @@ class ParameterGroups:
         for name, role in self.roles.items():
             elements[role] += params[name].numel() if name in params else 0
         told = [f"{role}: {count} ({elements[role]:,} elements)" for role, count in sorted(counts.items())]
-        return f"{type(self.module).__name__}'s parameters by what its step uses them for: {', '.join(told)}"
+        return f"Parameters of {type(self.module).__name__} by their role in its step: {', '.join(told)}"
 
 
 def split_groups(
@@ -125,18 +125,18 @@ def split_groups(
     on_meta = [param.is_meta for param in params]
     if any(isinstance(param, DTensor) for param in params) or (any(on_meta) and not all(on_meta)):
         raise ValueError(
-            f"split_groups runs a step of a whole module, and {type(module).__name__} is split over ranks already. Call"
-            " it earlier, such as in setup(), and use what it returned in configure_optimizers()."
+            f"split_groups needs the full module, but {type(module).__name__} is already sharded. Call it earlier,"
+            " for example in setup(), and use its result in configure_optimizers()."
         )
     if on_meta and all(on_meta):
         batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
     try:
         found = _traced(module, batch, step)
     except Exception as error:
-        values = ", on tensors without values since the module is on meta" if on_meta and all(on_meta) else ""
+        values = " (without values, because it is on the meta device)" if on_meta and all(on_meta) else ""
         raise ValueError(
-            f"split_groups runs a step of {type(module).__name__} once{values}, and it failed:"
-            f" {type(error).__name__}: {error}. Give it a batch that the step takes, or step=."
+            f"split_groups runs a step of {type(module).__name__}{values}, which failed: {type(error).__name__}:"
+            f" {error}. Pass a batch that the step accepts, or step=."
         ) from error
     roles = find_roles(found)
     groups = ParameterGroups(module, roles)

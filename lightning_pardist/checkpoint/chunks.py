@@ -203,7 +203,7 @@ def _dim_of(placement: Placement) -> int:
     if isinstance(placement, Shard | StridedShard):
         return int(placement.dim)
     raise ValueError(
-        f"A tensor with placement {placement} cannot be saved: it is neither replicated nor split by a dim."
+        f"A tensor with placement {placement} cannot be saved: it is neither replicated nor sharded along a dim."
     )
 
 

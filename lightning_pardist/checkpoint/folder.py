@@ -201,9 +201,9 @@ class FolderSave:
             path = f"{folder}/{report.file}"
             if not filesystem.exists(path) or filesystem.size(path) != report.size:
                 raise RuntimeError(
-                    f"Rank 0 on {reports[0].host} does not see {report.file}, which rank {rank} on {report.host} wrote"
-                    f" beside {self.path}: a sharded checkpoint needs a folder that all nodes share."
-                    ' Set dirpath (default_root_dir) to a shared filesystem, or use checkpoint="full".'
+                    f"Rank 0 on {reports[0].host} does not find the complete file {report.file} that rank {rank} on"
+                    f" {report.host} wrote for {self.path}: a sharded checkpoint needs a filesystem that all nodes"
+                    ' share. Set dirpath (default_root_dir) to a shared filesystem, or use checkpoint="full".'
                 )
             files[report.file] = (report.size, report.checksum)
         boxes: dict[str, list[StoredBox]] = {key: [] for key in self._listed}
@@ -432,8 +432,8 @@ def divide(
         found = sum(math.prod(sizes) for _, sizes in holders)
         if found != math.prod(entry.shape):
             raise ValueError(
-                f"The ranks hold {found} of {math.prod(entry.shape)} elements of {key}: their parts do not make up the"
-                " tensor, so it cannot be saved."
+                f"The ranks' shards of {key} have {found} elements in total, but the tensor has"
+                f" {math.prod(entry.shape)}, so it cannot be saved."
             )
         for (_, sizes), candidates in holders.items():
             rank, index = min(candidates, key=lambda candidate: load[candidate[0]])

@@ -69,7 +69,7 @@ def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu", weight
         return torch.load(plain, map_location=map_location, weights_only=weights_only, mmap=mapped)
     except pickle.UnpicklingError as error:
         if not (classes := _classes_that_take_code(path, error)):
-            raise DamagedCheckpointError(_damaged(path, "torch cannot read its pickled part")) from error
+            raise DamagedCheckpointError(_damaged(path, "torch cannot unpickle it")) from error
         raise pickle.UnpicklingError(_needs_code(path, classes)) from None
     except (FileNotFoundError, DamagedCheckpointError):
         raise
@@ -129,9 +129,11 @@ def _check_kind(stream: IO[bytes], path: str | os.PathLike[str]) -> None:
         stream.seek(0)
         with suppress(zipfile.BadZipFile), zipfile.ZipFile(stream) as archive:
             if not any(name.endswith("data.pkl") for name in archive.namelist()):
-                raise NotACheckpointError(f"{os.fspath(path)} is no checkpoint, but an archive of something else.")
+                raise NotACheckpointError(
+                    f"{os.fspath(path)} is not a checkpoint: it is a zip archive that torch.save did not write."
+                )
     elif start and not start.startswith(_PICKLE_START):
-        raise NotACheckpointError(f"{os.fspath(path)} is no checkpoint: it does not begin like a file of torch.save.")
+        raise NotACheckpointError(f"{os.fspath(path)} is not a checkpoint: torch.save did not write it.")
     stream.seek(0)
 
 

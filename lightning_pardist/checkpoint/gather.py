@@ -144,8 +144,9 @@ def assemble_optimizer(
     if unknown:
         # Do not write an incomplete checkpoint silently.
         raise RuntimeError(
-            f"{type(optimizer).__name__} has state on other ranks that belongs to no parameter known here:"
-            f" {', '.join(sorted(unknown)[:3])}. Give it the same parameters, by the same names, on all ranks."
+            f"{type(optimizer).__name__} has state on other ranks for parameters that this rank does not have:"
+            f" {', '.join(sorted(unknown)[:3])}. Give the optimizer the same parameters, with the same names, on"
+            " all ranks."
         )
     shared = own.get("shared", {}) if exchange.rank == 0 else {}
     return {"state": {**dict(sorted(state.items())), **shared}, "param_groups": own["param_groups"]}

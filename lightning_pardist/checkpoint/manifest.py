@@ -107,8 +107,9 @@ class Manifest:
             )
         if content["format"] != _FORMAT or content["version"] > _VERSION:
             raise ValueError(
-                f"{path} has format {content['format']} version {content['version']}; this is {_FORMAT} up to version"
-                f" {_VERSION}. Install the version of lightning_pardist that wrote it."
+                f"{path} has format {content['format']} version {content['version']}, but this version of"
+                f" lightning_pardist reads {_FORMAT} up to version {_VERSION}. Install the version of"
+                " lightning_pardist that wrote it."
             )
         return cls(
             tensors={key: _tensor(value) for key, value in content["tensors"].items()},

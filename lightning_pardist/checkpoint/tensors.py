@@ -462,7 +462,7 @@ def common_names(
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"{source} does not fit {type(module).__name__}: missing {missing[:8]}, unexpected {unexpected[:8]}."
-            " Set strict_loading = False on the module if that is meant."
+            " Set strict_loading = False on the module if this is intended."
         )
     return [name for name in own if name in state]
 

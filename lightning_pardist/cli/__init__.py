@@ -25,15 +25,16 @@ usage: pardist {fit,validate,test,predict} --model CLASS [--data CLASS] [-c CONF
        pardist outer-server [--host ADDRESS] [--port PORT] [--timeout SECONDS]
        pardist --version
 
-fit, validate, test and predict take --deepspeed-config FILE, which stands for --trainer.strategy and what else of the
-Trainer the file sets, and every option of LightningCLI; `pardist fit --help` lists them.
-plan says which strategy fits and is fastest on devices that need not be there; `pardist plan --help` lists its options.
+fit, validate, test and predict take every option of LightningCLI, listed by `pardist fit --help`, and
+--deepspeed-config FILE, which sets --trainer.strategy and the other Trainer settings that the file contains.
+plan predicts which strategy fits and is fastest on devices that need not be available; see `pardist plan --help`.
 strategies lists the registered strategies, what each splits and when to choose it.
-inspect says what is inside a checkpoint of either form; convert writes it in the other one.
-outer-server makes the outer steps of islands that are jobs of their own (LocalSGDStrategy(outer_server=...)).
-doctor, started like the training (srun, torchrun, mpirun), shows what each rank sees and says whether it could start.
+inspect shows the contents of a checkpoint file or folder; convert converts one form to the other.
+outer-server runs the outer steps for islands that are separate jobs (LocalSGDStrategy(outer_server=...)).
+doctor, launched like the training (srun, torchrun, mpirun), shows each rank's environment and whether training could
+start.
 
-Exit status: 0; 1 if a command fails or finds a fault; 2 if something that was asked for cannot be.
+Exit status: 0 on success; 1 if a command fails or finds a problem; 2 if the request is invalid or cannot be met.
 """
 #: Function of each command, imported on use.
 _COMMANDS = {
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _advice(command: str) -> str:
     known = (*_TRAINER_COMMANDS, *_COMMANDS)
     if near := difflib.get_close_matches(command, known, n=1):
-        return f"Did you mean {near[0]!r}? `pardist --help` lists all."
+        return f"Did you mean {near[0]!r}? `pardist --help` lists all commands."
     return f"Use one of {', '.join(known)}."
 
 

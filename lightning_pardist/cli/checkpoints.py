@@ -22,7 +22,7 @@ def inspect(arguments: Sequence[str]) -> int:
         The exit status: 2 if there is no such checkpoint or it cannot be used as asked, 1 if it is damaged.
     """
     parser = argparse.ArgumentParser(
-        "pardist inspect", description="What is inside a checkpoint file or folder; tensors stay on the disk."
+        "pardist inspect", description="Shows the contents of a checkpoint file or folder without loading its tensors."
     )
     parser.add_argument("checkpoint", help="a .ckpt file, or a folder of shards")
     parser.add_argument("--tensors", action="store_true", help="list the module's tensors")
@@ -52,11 +52,12 @@ def convert(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         "pardist convert",
-        description="A folder of shards becomes Lightning's single file, a file a folder; one tensor at a time.",
+        description="Converts a folder of shards to a single Lightning file, or a file to a folder, one tensor at a"
+        " time.",
     )
     parser.add_argument("source", help="a folder of shards, or a .ckpt file")
-    parser.add_argument("target", help="the .ckpt file, or the folder, to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at the target")
+    parser.add_argument("target", help="the .ckpt file or folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
     _allow_code(parser)
     options = parser.parse_args(arguments)
 
@@ -78,7 +79,7 @@ def convert(arguments: Sequence[str]) -> int:
 
 def _allow_code(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--allow-code", action="store_true", help="build objects other than tensors and plain values, which runs code"
+        "--allow-code", action="store_true", help="load objects other than tensors and plain values, which runs code"
     )
 
 
@@ -97,7 +98,7 @@ def _answered(command: str, run: Callable[[], None]) -> int:
     except (NotACheckpointError, FileExistsError, ValueError) as error:
         message = str(error)
     except FileNotFoundError as error:
-        message = f"There is no {error.filename}." if error.filename else str(error)
+        message = f"{error.filename} does not exist." if error.filename else str(error)
     except (DamagedCheckpointError, OSError) as error:
         message, status = str(error), 1
     else:

@@ -22,24 +22,29 @@ def main(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         "pardist doctor",
-        description="Whether training could start here, and what would hurt it. Start it like the training.",
+        description=(
+            "Checks whether training could start here, and warns of common problems. Launch it like the training"
+            " (srun, torchrun, mpirun)."
+        ),
     )
     names = [entry.name for entry in TABLE]
-    parser.add_argument("--strategy", choices=names, metavar="NAME", help="a name of `pardist strategies`")
-    parser.add_argument("--devices", type=_count, help="what Trainer(devices=) will be")
-    parser.add_argument("--num-nodes", type=_count, default=1, help="what Trainer(num_nodes=) will be")
-    parser.add_argument("--accelerator", default="auto", help="what Trainer(accelerator=) will be")
+    parser.add_argument("--strategy", choices=names, metavar="NAME", help="a name that `pardist strategies` lists")
+    parser.add_argument("--devices", type=_count, help="value of Trainer(devices=)")
+    parser.add_argument("--num-nodes", type=_count, default=1, help="value of Trainer(num_nodes=)")
+    parser.add_argument("--accelerator", default="auto", help="value of Trainer(accelerator=)")
     for name in _SIZES:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=_count, help=f"what the strategy's {name} will be")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_count, help=f"value of the strategy's {name}")
     parser.add_argument("--timeout", type=_positive, default=60.0, help="seconds to wait for other ranks, per step")
     parser.add_argument("--megabytes", type=_positive, default=16.0, help="size of the messages that measure bandwidth")
-    parser.add_argument("--save", metavar="FILE", help="measure devices and links, for `pardist plan --device FILE`")
     parser.add_argument(
-        "--disk", metavar="FOLDER", help="for --save: measure its disk, by 128 MiB a rank written there"
+        "--save", metavar="FILE", help="measure devices and links, and write a profile for `pardist plan --device FILE`"
+    )
+    parser.add_argument(
+        "--disk", metavar="FOLDER", help="with --save: measure the folder's disk by writing 128 MiB per rank"
     )
     found = parser.parse_args(list(arguments))
     if found.disk is not None and (found.save is None or not Path(found.disk).is_dir()):
-        parser.error(f"--disk {found.disk} takes a folder, and --save FILE for what is measured there")
+        parser.error(f"--disk {found.disk} needs an existing folder, and --save FILE for the result")
 
     from lightning_pardist.doctor import Options, examine
 
@@ -60,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 

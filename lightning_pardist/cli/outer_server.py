@@ -21,17 +21,20 @@ def main(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         "pardist outer-server",
-        description="Holds the weights that islands of LocalSGDStrategy(outer_server=...) share, each a job of its own,"
-        " and makes their outer steps. Islands may come, die and come back. Everybody who reaches the port can"
-        " take part: let it listen where only the islands are.",
+        description="Holds the weights that islands of LocalSGDStrategy(outer_server=...) share, and runs their"
+        " outer steps. Each island is a separate job, which may join, fail and rejoin at any time. Any"
+        " host that can reach the port can take part: listen only on a network that the islands alone"
+        " can reach.",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all of this host's")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all addresses of this host"
+    )
     parser.add_argument("--port", type=int, default=29400)
     parser.add_argument(
         "--timeout",
         type=_positive,
         default=60.0,
-        help="seconds from the first island's differences to the outer step without those that are late",
+        help="seconds after the first island's differences at which the outer step runs without late islands",
     )
     found = parser.parse_args(list(arguments))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
@@ -48,7 +51,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     host, port = server.address
-    print(f"outer server at {host}:{port}, rounds end {found.timeout:g} s after the first island", flush=True)
+    print(
+        f"outer server at {host}:{port}, each round ends at most {found.timeout:g} s after its first island", flush=True
+    )
     try:
         server.serve()
     except KeyboardInterrupt:

@@ -25,24 +25,35 @@ def main(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         "pardist plan",
-        description="Memory and time of every strategy on devices that need not be there.",
-        epilog="The module and its data are given as to `pardist fit`: --model my.Module [--model.width 8] --data"
-        " my.Data [-c config.yaml]; of a configuration's trainer precision, accumulation and clipping count.",
+        description="Predicts the memory and step time of every strategy on devices that need not be available.",
+        epilog="Pass the module and its data as for `pardist fit`: --model my.Module [--model.width 8] --data"
+        " my.Data [-c config.yaml]. Of a configuration's trainer settings, only precision, gradient"
+        " accumulation and clipping are used.",
         allow_abbrev=False,
     )
-    parser.add_argument("--devices", type=_count, required=True, help="what Trainer(devices=) will be")
-    parser.add_argument("--num-nodes", type=_count, default=1, help="what Trainer(num_nodes=) will be")
+    parser.add_argument("--devices", type=_count, required=True, help="value of Trainer(devices=)")
+    parser.add_argument("--num-nodes", type=_count, default=1, help="value of Trainer(num_nodes=)")
     parser.add_argument(
-        "--device", default="h100", help="a100, h100, h200, b200, mi300x, l40s, cpu, or a profile's .json"
+        "--device", default="h100", help="a100, h100, h200, b200, mi300x, l40s, cpu, or the .json file of a profile"
     )
-    parser.add_argument("--memory-gb", type=float, help="memory of a device, in place of the profile's")
-    parser.add_argument("--strategies", help="names, separated by commas; by default those whose engines differ")
-    parser.add_argument("--precision", help="what Trainer(precision=) will be")
-    parser.add_argument("--global-batch", type=_count, help="samples of a step over all ranks; by default a batch each")
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures to a file")
-    parser.add_argument("--check", metavar="STRATEGY", help="only go through a start and two steps of one strategy")
-    parser.add_argument("--diff", type=int, nargs=2, metavar="ROW", help="where the second row gains and loses")
-    parser.add_argument("--json", metavar="FILE", help="write everything to a file")
+    parser.add_argument("--memory-gb", type=float, help="memory of a device in 10^9 bytes, instead of the profile's")
+    parser.add_argument("--strategies", help="comma-separated names; by default one per kind of engine")
+    parser.add_argument("--precision", help="value of Trainer(precision=)")
+    parser.add_argument(
+        "--global-batch",
+        type=_count,
+        help="samples per optimizer step over all ranks; by default one batch per data-parallel rank",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write an HTML report with charts to a file")
+    parser.add_argument("--check", metavar="STRATEGY", help="only simulate the start and two steps of one strategy")
+    parser.add_argument(
+        "--diff",
+        type=int,
+        nargs=2,
+        metavar="ROW",
+        help="show how the second row differs from the first in memory, time and communication",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON to a file")
     parser.add_argument("--explain", type=int, metavar="ROW", help="explain a row of the table")
     found, rest = parser.parse_known_args(list(arguments))
 
@@ -108,5 +119,5 @@ def _refused(message: str) -> int:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)

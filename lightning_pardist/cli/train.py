@@ -99,7 +99,7 @@ def module_and_data(arguments: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]
         )
         config = made.config
         if config.get("data") is None:
-            raise _RefusedError("There is no batch: name a LightningDataModule by --data.")
+            raise _RefusedError("There is no batch: pass a LightningDataModule with --data.")
         data = config.pop("data")
         with SkippedKernels():
             module = made.parser.instantiate_classes(config).model
@@ -128,7 +128,7 @@ def _refused(error: Exception) -> int:
 
 def _strategies_in_help() -> str:
     names = textwrap.fill(", ".join(entry.name for entry in TABLE), 110)
-    return f"Strategies of this package, for --trainer.strategy (`pardist strategies` says more): {names}"
+    return f"Strategies of this package, for --trainer.strategy (described by `pardist strategies`): {names}"
 
 
 def is_about_settings(error: BaseException) -> bool:
@@ -171,7 +171,7 @@ def _translate_deepspeed(arguments: list[str]) -> tuple[list[str], bool]:
             own[name] = str(getattr(config, name))
     for name in own:
         if any(argument.partition("=")[0] == f"--trainer.{name}" for argument in rest):
-            raise ValueError(f"--trainer.{name} and {_DEEPSPEED} both set it. Leave it out of one of them.")
+            raise ValueError(f"--trainer.{name} is set on the command line and by {_DEEPSPEED}. Remove one of the two.")
     batch = {name: getattr(config, name) for name in ("micro_batch_size", "global_batch_size")}
     extra = [f"--trainer.{name}={value}" for name, value in own.items()]
     if any(batch.values()):

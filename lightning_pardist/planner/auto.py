@@ -75,8 +75,10 @@ class AutoStrategy(PardistStrategy):
     ) -> None:
         super().__init__(axes=[data_parallel_axis("ddp")], **kwargs)
         self._names = None if strategies is None else known_names(strategies)
-        self._memory_gb = None if memory_gb is None else positive("memory_gb", memory_gb, "Use 10^9 bytes a device.")
-        self._planning_s = positive("planning_s", planning_s, "Use the seconds that planning may take.")
+        self._memory_gb = (
+            None if memory_gb is None else positive("memory_gb", memory_gb, "Set the memory of a device in 10^9 bytes.")
+        )
+        self._planning_s = positive("planning_s", planning_s, "Set the time limit of planning in seconds.")
         self.chosen: Candidate | None = None
 
     @override
@@ -93,7 +95,9 @@ class AutoStrategy(PardistStrategy):
         """
         if self.world_size == 1:
             self.chosen = Candidate("pardist_ddp")
-            rank_zero_info("pardist_auto: there is one rank, so nothing is split. The name to set is 'pardist_ddp'.")
+            rank_zero_info(
+                "pardist_auto: pardist_ddp, because there is only one rank. To keep it: strategy='pardist_ddp'"
+            )
             return
         begin = time.perf_counter()
         with undisturbed_random():
@@ -132,8 +136,8 @@ class AutoStrategy(PardistStrategy):
             store.wait([key], wait)
         except dist.DistStoreError as error:
             raise TimeoutError(
-                f"The first rank has not chosen a strategy within {wait.total_seconds():.0f} s. Set planning_s higher"
-                f" than {self._planning_s:g}, or name a strategy: `pardist plan` says which."
+                f"Rank 0 did not choose a strategy within {wait.total_seconds():.0f} s. Set planning_s higher than"
+                f" {self._planning_s:g}, or set the strategy that `pardist plan` shows as the best."
             ) from error
         strategy, settings, lines = json.loads(store.get(key))
         return Candidate(strategy, settings), lines
@@ -161,7 +165,7 @@ class AutoStrategy(PardistStrategy):
             return _without_a_plan(module, self._memory_gb or profile.memory_bytes / 1e9, sentence(error))
         except Exception as error:
             # Any error: the other ranks wait, and a run without a plan is better than none.
-            rank_zero_warn(f"pardist_auto cannot plan:\n{''.join(traceback.format_exception(error))}")
+            rank_zero_warn(f"pardist_auto could not make a plan:\n{''.join(traceback.format_exception(error))}")
             return _without_a_plan(module, self._memory_gb or profile.memory_bytes / 1e9, sentence(error))
         row = made.rows[0] if made.best is not None else min(made.rows, key=lambda each: each.memory["peak"])
         return row.candidate, _why(made, made.rows.index(row))
@@ -186,8 +190,8 @@ def _without_a_plan(module: pl.LightningModule, memory_gb: float, why: str) -> _
     states = 4 * sum(param.numel() * param.element_size() for param in module.parameters())
     name = "pardist_ddp" if states < _SMALL * memory_gb * 1e9 else "pardist_zero3"
     return Candidate(name), [
-        f"pardist_auto: {name}, without a plan: {why}.",
-        f"  Why: parameters, gradients and two numbers of an optimizer for each take {size_text(states)} on one device"
+        f"pardist_auto: {name}, chosen without a plan: {why}.",
+        f"  Why: parameters, gradients and two optimizer states per parameter take {size_text(states)} on one device"
         f" of {memory_gb:.1f} GB.",
         f"  To keep it: strategy={name!r}",
     ]
@@ -197,13 +201,13 @@ def _why(made: Plan, index: int) -> list[str]:
     """Describe the choice in five lines."""
     row = made.rows[index]
     others = [each for each in made.rows if each is not row][:2]
-    beside = "; ".join(f"{each.candidate}: {each.reason}" for each in others) or "no other can be planned"
-    fits = "the fastest that fits" if row.fits else "none fits, and it needs the least memory"
+    beside = "; ".join(f"{each.candidate}: {each.reason}" for each in others) or "no other candidate can be planned"
+    fits = "the fastest that fits" if row.fits else "none fits, and this one needs the least memory"
     return [
         f"pardist_auto: {row.candidate} on {made.headline}",
         f"  Why: {fits}, of {len(made.rows)} planned and {len(made.refused)} left out or refused.",
         f"  Expected: {size_text(row.memory['peak'])} on the fullest rank, {time_text(row.time.step)} a step,"
         f" {row.samples_per_s:.1f} samples/s on {row.dims.batch_size} batches at a time.",
-        f"  Beside it: {beside}.",
+        f"  Alternatives: {beside}.",
         f"  To keep it: strategy={row.candidate.line}",
     ]

@@ -33,9 +33,9 @@ def first_batch(data: Any) -> Any:
         with _naming(f"the first batch of {kind}"):
             data = next(iter(data), None)
     if data is None:
-        raise PlanError("There is no batch: pass one, a DataLoader that has one, or a LightningDataModule.")
+        raise PlanError("There is no batch: pass a batch, a DataLoader that is not empty, or a LightningDataModule.")
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(data)):
-        raise PlanError(f"The batch, a {type(data).__name__}, has no tensor in it: nothing can be planned with it.")
+        raise PlanError(f"The batch, a {type(data).__name__}, contains no tensor, so nothing can be planned with it.")
     return data
 
 

@@ -36,9 +36,9 @@ DEFAULT = (
 )
 #: Names that cannot be planned, and why.
 NOT_PLANNED = {
-    "pardist_dp": "its devices are threads of one process, and a plan runs one device",
-    "pardist_ps_async": "its ranks do not wait for each other, and a plan's step is one of all ranks together",
-    "pardist_auto": "it is chosen by a plan",
+    "pardist_dp": "its devices are threads of one process, and a plan simulates one device per process",
+    "pardist_ps_async": "its ranks are not synchronized, and a plan assumes a step of all ranks together",
+    "pardist_auto": "it makes a plan itself to choose another strategy",
 }
 _LARGEST_TENSOR_GROUP = 8
 _LARGEST_PIPELINE = 8

@@ -41,7 +41,7 @@ class Turns:
         self._give(index, ready)
         self._take(index)
         if not ready():
-            raise Stuck("The ranks of a plan wait for each other.")
+            raise Stuck("All traced ranks wait for each other (deadlock).")
 
     def leave(self, index: int, *, failed: bool = False) -> None:
         """Mark a thread as ended; after a failure the other threads end as well."""

@@ -30,10 +30,10 @@ from lightning_pardist.planner.profiles import DeviceProfile, Link, data_sheet_o
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ROUNDS = 5
-#: Elements of messages that are timed.
+#: Sizes of the timed messages, in elements.
 _MESSAGES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 _TIMEOUT = timedelta(seconds=120)
-#: Bytes that a rank writes to the disk and reads back.
+#: Bytes that each rank writes to the disk and reads back.
 _FILE_BYTES = 1 << 27
 
 
@@ -54,7 +54,7 @@ def measure_alone(num_ranks: int, *, disk: str | None = None) -> DeviceProfile:
             start_processes(_rank, args=arguments, nprocs=num_ranks, start_method="spawn")
         except ProcessException as error:
             why = (str(error).strip().splitlines() or ["it ended"])[-1]
-            raise RuntimeError(f"rank {error.error_index} of {num_ranks} that measure failed: {why}") from error
+            raise RuntimeError(f"measuring failed on rank {error.error_index} of {num_ranks}: {why}") from error
     return DeviceProfile(**queue.get())
 
 
@@ -94,7 +94,7 @@ def measure_rank(
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if device.type == "cpu" and keeps_memory:
-        # Otherwise large allocations pay for page faults.
+        # Otherwise the times of large allocations include page faults.
         keep_freed_memory()
     flops = {str(dtype).removeprefix("torch."): _flops(device, dtype) for dtype in _DTYPES}
     if device.type == "cuda":
@@ -106,7 +106,7 @@ def measure_rank(
     inside, between, share, messages = _links(device, hosts, rank, by_size=by_size)
     operators: Rates = {}
     if by_size:
-        # The minimum: a round in which the heap grows takes ten times as long because of page faults.
+        # Use the minimum: a round in which the heap grows takes ten times as long because of page faults.
         operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device, of=min)))
     disk_rate = None if disk is None else _disk_rate(disk)
     name, memory, reserved = _smallest(_device_facts(device, hosts.count(hosts[rank])))
@@ -165,7 +165,7 @@ def _links(
     size. Collective over the world.
     """
     nodes = nodes_of(hosts)
-    # Every rank creates every group, in the same order.
+    # Every rank must create every group, in the same order.
     groups = [dist.new_group(ranks) for ranks in nodes]
     across = dist.new_group([ranks[0] for ranks in nodes]) if len(nodes) > 1 else None
     node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
@@ -279,7 +279,7 @@ def _seconds(
 
 def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> float:
     """Return the FLOP/s of a matrix product; 0 if the dtype is not supported."""
-    # Some processors support no fast product in some dtypes.
+    # Small on CPU, because matrix products are slow in dtypes that the processor does not support.
     size = 384 if device.type == "cpu" else 8192
     before = torch.get_float32_matmul_precision()
     try:
@@ -294,7 +294,7 @@ def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> f
 
 def _memory_rate(device: torch.device) -> float:
     """Return the bytes per second that an addition reads and writes, on data larger than a rank's cache."""
-    # The allocator may keep these 48 MiB on CPU.
+    # On CPU three tensors of 16 MiB, which the allocator can keep.
     numel = (1 << 22) if device.type == "cpu" else (1 << 28)
     left, right, out = (torch.ones(numel, device=device) for _ in range(3))
     return 3 * 4 * numel / _seconds(lambda: torch.add(left, right, out=out), device)
@@ -317,7 +317,7 @@ def _disk_rate(folder: str) -> float | None:
             os.fsync(file.fileno())
             file.seek(0)
             if hasattr(os, "posix_fadvise"):
-                # Otherwise the file is read from the page cache.
+                # Drop the file from the page cache, so that it is read from the disk.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while file.read(len(block)):
                 pass

@@ -36,8 +36,8 @@ def page(plan: Any) -> str:
         f"<table>{heads}{rows}</table>"
         f"<h2>Memory of the fullest rank</h2>{memory_bars(plan)}"
         f"<h2>Steps by rank</h2>{''.join(timeline(row) for row in plan.rows[:4])}{curve}"
-        f"<h2>Why</h2>{explained}<h2>Without numbers</h2><ul>{refused}</ul>"
-        f"<h2>Where the device's numbers are from</h2><ul>{sources}</ul></body></html>"
+        f"<h2>Why</h2>{explained}<h2>Not traced or refused</h2><ul>{refused}</ul>"
+        f"<h2>Sources of the device profile</h2><ul>{sources}</ul></body></html>"
     )
 
 
@@ -62,7 +62,7 @@ def memory_bars(plan: Any) -> str:
     if room <= shown:
         at = _LABEL + _WIDTH * room / shown
         parts.append(f"<line x1='{at:.1f}' y1='0' x2='{at:.1f}' y2='{bottom}' stroke='red' stroke-width='2'/>")
-    parts.append(_legend(_COLOURS, bottom, f"limit {size_text(room)}{'' if room <= shown else ', far to the right'}"))
+    parts.append(_legend(_COLOURS, bottom, f"limit {size_text(room)}{'' if room <= shown else ', beyond the chart'}"))
     return _svg(parts, bottom + 24)
 
 
@@ -83,7 +83,7 @@ def timeline(row: Any) -> str:
             parts.append(f"<rect x='{x:.1f}' y='{y + offset}' width='{max(width, 0.3):.1f}' height='{height}'"
                          f" fill='{_SPANS[span.kind]}'/>")  # fmt: skip
     bottom = 4 + len(row.timelines) * _LINE
-    parts.append(_legend(_SPANS, bottom, "white: nothing"))
+    parts.append(_legend(_SPANS, bottom, "white: idle"))
     return f"<h3>{_text(row.candidate)}, {time_text(total)}</h3>{_svg(parts, bottom + 24)}"
 
 
@@ -96,7 +96,7 @@ def _curve(plan: Any) -> str:
         width = _WIDTH * rate / best
         ideal = min(1.0, points[0][1] * devices / best) * _WIDTH
         share = rate / (points[0][1] * devices)
-        lines.append(_label(f"{devices} devices: {rate:.1f} samples/s, {share:.0%} of {devices} times one", y))
+        lines.append(_label(f"{devices} devices: {rate:.1f} samples/s, {share:.0%} of linear scaling", y))
         lines.append(f"<rect x='{_LABEL}' y='{y}' width='{ideal:.1f}' height='14' fill='#eee'/>")
         lines.append(f"<rect x='{_LABEL}' y='{y}' width='{width:.1f}' height='14' fill='#4c78a8'/>")
     return _svg(lines, 8 + len(points) * _LINE)

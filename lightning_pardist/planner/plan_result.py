@@ -170,8 +170,8 @@ class Plan:
         profile = find_profile(self.device if device is None else device, memory_gb=memory_gb)
         if profile.backend != self.device.backend or self._again is None:
             raise ValueError(
-                f"{profile.name} communicates by {profile.backend}, and this plan was made for {self.device.backend}:"
-                " engines run differently there. Make a plan for it."
+                f"{profile.name} communicates with {profile.backend}, but this plan was made for"
+                f" {self.device.backend}, with which engines run differently. Make a new plan for {profile.name}."
             )
         inside, between = (replace(link, bytes_per_s=link.bytes_per_s * links) for link in
                            (profile.inside, profile.between))  # fmt: skip
@@ -189,21 +189,24 @@ class Plan:
         """Return what would have to change for the candidate that needs the least memory."""
         if self.untraced:
             return (
-                f"No candidate that was traced fits {size_text(self.device.memory_bytes)}, and not all were."
-                f" {self._make_another}"
+                f"No traced candidate fits {size_text(self.device.memory_bytes)}, but not all candidates were"
+                f" traced. {self._make_another}"
             )
         least = min(self.rows, key=lambda row: row.memory["peak"])
         needs = least.memory["peak"] + self.device.reserved_bytes
         return (
-            f"No candidate fits {size_text(self.device.memory_bytes)}: the least is {least.candidate}, which needs"
-            f" devices of {size_text(needs)} ({size_text(self.device.reserved_bytes)} of it reserved), or a smaller"
-            " batch, or more devices."
+            f"No candidate fits {size_text(self.device.memory_bytes)}. {least.candidate} needs the least memory,"
+            f" {size_text(needs)} per device ({size_text(self.device.reserved_bytes)} of it reserved). Use larger"
+            " devices, a smaller batch or more devices."
         )
 
     @property
     def _make_another(self) -> str:
         names = ", ".join(map(str, self.untraced[:4])) + (", ..." if len(self.untraced) > 4 else "")
-        return f"Not traced, and may be the best here: {names}. Make a new plan() for {self.device.name} as it is here."
+        return (
+            f"Not traced, but may be the best for this device: {names}. Make a new plan() for {self.device.name}"
+            " with these settings."
+        )
 
     def explain(self, row: Row | int) -> str:
         """Return a breakdown of a row's memory and time.
@@ -228,13 +231,19 @@ class Plan:
             f"  {row.reason}",
         ]
         if row.in_files:
-            lines.insert(2, f"  Files hold {size_text(row.in_files)} besides, which each step reads and writes.")
+            lines.insert(2, f"  Files hold another {size_text(row.in_files)}, which each step reads and writes.")
         if row.on_host:
-            lines.insert(2, f"  The host holds {size_text(row.on_host)} besides, and the optimizer steps there.")
+            lines.insert(2, f"  The host holds another {size_text(row.on_host)}, and the optimizer steps there.")
         if row.dims.expert_parallel > 1:
-            lines.append("  Tokens are taken to travel, and to go to all experts alike.")
+            lines.append(
+                "  Assumed: tokens are sent instead of expert weights where possible, and all experts get the same"
+                " number of tokens."
+            )
         if row.looked_at:
-            lines.append(f"  Values were guessed where the module looks at them: {', '.join(row.looked_at)}.")
+            lines.append(
+                "  Values of tensors that a plan does not compute were assumed where the module reads them:"
+                f" {', '.join(row.looked_at)}."
+            )
         return "\n".join(lines)
 
     def diff(self, first: Row | int, second: Row | int) -> str:
@@ -340,7 +349,7 @@ def _with_reason(row: Row, best: Row | None, profile: DeviceProfile, all_traced:
         over = size_text(row.memory["peak"] - room)
         reason = f"does not fit: {over} too much, the peak is in {row.peak_in}"
     elif row is best:
-        reason = "the fastest that fits" if all_traced else "the fastest of those traced that fits"
+        reason = "the fastest that fits" if all_traced else "the fastest traced candidate that fits"
     else:
         reason = "" if best is None else _against(row, best)
     return replace(row, reason=reason)
@@ -350,7 +359,7 @@ def _against(row: Row, best: Row) -> str:
     """Return where a row loses time compared to the best."""
     lost = 1 - row.samples_per_s / best.samples_per_s if best.samples_per_s else 0.0
     if lost < _SAME:
-        return f"as fast, and holds {'more' if row.memory['peak'] > best.memory['peak'] else 'as much or less'}"
+        return f"as fast, with {'more' if row.memory['peak'] > best.memory['peak'] else 'no more'} memory"
     changes = {
         "computes longer": row.time.compute - best.time.compute,
         "waits longer for messages": row.time.communication - best.time.communication,
@@ -359,6 +368,6 @@ def _against(row: Row, best: Row) -> str:
     }
     most = max(changes, key=lambda name: changes[name])
     replicas, of = row.dims.batch_size, best.dims.batch_size
-    fewer = f", on {replicas} batches at a time in place of {of}" if replicas < of else ""
+    fewer = f", with {replicas} batches at a time instead of {of}" if replicas < of else ""
     longer = f": {most} ({time_text(changes[most])} a step){fewer}" if changes[most] > 0 else fewer
     return f"{lost:.0%} fewer samples a second{longer}"

@@ -35,7 +35,7 @@ from lightning_pardist.runtime.distributed_context import rehearsed
 from lightning_pardist.strategies.strategy import PardistStrategy
 from lightning_pardist.trainer.sample_batches import undisturbed_random
 
-#: Maximum number of elements of buffers that are copied with their values.
+#: Buffers of up to this number of elements are copied with their values.
 _SMALL_BUFFER = 1 << 20
 
 
@@ -116,7 +116,7 @@ def trace_rank(
         ValueError: From the strategy, if it refuses the module or a setting. Other errors of its start propagate.
     """
     if dist.is_initialized():
-        # A separate thread has its own registry of process groups.
+        # Run in a separate thread, which has its own registry of process groups.
         settings: dict[str, Any] = {"trainer_settings": trainer_settings, "forms": forms, "found": found}
         return trace_ranks(module, batch, strategy, [place], **settings)[0]
     with _undisturbed(), _optimizers_of(place):
@@ -216,7 +216,7 @@ def _traced(
             num_nodes=place.num_nodes,
             plugins=[_PlannedEnvironment(place)],
             callbacks=[watch],
-            # The loader ends it: steps of several optimizers are counted one by one.
+            # Ended by the loader: max_steps would count the steps of several optimizers separately.
             max_epochs=1,
             limit_val_batches=0,
             num_sanity_val_steps=0,
@@ -229,13 +229,13 @@ def _traced(
         )
         trainer.fit(without_values(module, skipped), train_dataloaders=_Batches(batch, 2 * accumulated))
     if watch.held is None:
-        raise ValueError("The Trainer ended before its second step: nothing is known of one.")
+        raise ValueError("The Trainer ended before its second step, so no step was recorded.")
     events, begins, held = watch.events, watch.before_optimizer, watch.held
     if hosted:
         events = _stepping_on_host(events, begins, _copied(watch.held_away))
     on_host = sum(watch.held_away[kind] for kind in hosted)
     if hosted and "parameters" not in hosted:
-        # Of what the device holds whole there is a slice to step on.
+        # The device holds full parameters; the host holds this rank's slice of them, as large as its gradients.
         on_host += watch.held_away["gradients"]
     in_files = 0
     if resident is not None:
@@ -314,7 +314,7 @@ def without_values(module: pl.LightningModule, skipped: SkippedKernels) -> pl.Li
         if buffer.is_meta or buffer.numel() > _SMALL_BUFFER:
             memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
     skipped.forget(memo.values())
-    # A module that is about to be trained references its Trainer and its ranks.
+    # During fit, a module references its Trainer and device mesh, which must not be copied.
     memo |= {id(own): None for own in belongings(module) if own is not None}
     return copy.deepcopy(module, memo)
 
@@ -397,7 +397,7 @@ def _undisturbed() -> Iterator[None]:
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)
         stack.callback(logging.disable, before)
-        # What earlier traces have kept is not garbage, and much to look through again and again.
+        # Objects kept by earlier traces are no garbage: do not scan them in every collection.
         gc.freeze()
         stack.callback(gc.unfreeze)
         try:

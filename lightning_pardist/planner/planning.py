@@ -68,8 +68,8 @@ def plan(
     notes = []
     if str(trainer_settings.get("precision", "")) in ("16-mixed", "16"):
         trainer_settings["precision"] = "bf16-mixed"
-        notes.append("Planned with bf16-mixed, which takes the same memory; the scaler's look at gradients that"
-                     " 16-mixed has besides is not modelled.")  # fmt: skip
+        notes.append("Planned with bf16-mixed, which takes the same memory; the check of"
+                     " gradients by 16-mixed's scaler is not modelled.")  # fmt: skip
     batch = first_batch(data)
     if global_batch is not None and not samples_of(batch):
         raise PlanError("global_batch needs a batch whose tensors have samples along their first dim.")
@@ -101,4 +101,4 @@ def known_names(names: Sequence[str]) -> Sequence[str]:
 def _positive(**values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PlanError(f"{name}={value!r} is not a number of 1 or more.")
+            raise PlanError(f"{name}={value!r} is not a positive integer.")

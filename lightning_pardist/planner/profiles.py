@@ -127,7 +127,7 @@ class DeviceProfile:
         if missing := [name for name in needed if name not in content]:
             raise ProfileError(f"The device profile {path} lacks {', '.join(missing)}.")
         if unknown := sorted(set(content) - known):
-            raise ProfileError(f"The device profile {path} has {', '.join(unknown)}, which no profile has.")
+            raise ProfileError(f"The device profile {path} has unknown settings: {', '.join(unknown)}.")
         try:
             links = {name: _link(**content[name]) for name in ("inside", "between")}
             flops = {str(name): float(value) for name, value in content["flops"].items()}
@@ -137,7 +137,7 @@ class DeviceProfile:
                      if each.type == "float" and each.name in content}  # fmt: skip
             made = cls(**{**content, **plain, **links, **lists, **rates, "flops": flops})
             if unknown := sorted(set(made.assumed_links) - set(_LINKS)):
-                raise ValueError(f"assumed_links names {', '.join(unknown)}")
+                raise ValueError(f"assumed_links has unknown links {', '.join(unknown)}")
             numbers = [made.memory_bytes, made.bytes_per_s, *flops.values()]
             numbers += [made.inside.bytes_per_s, made.between.bytes_per_s]
             numbers += [made.host_link_bytes_per_s, made.host_bytes_per_s, made.disk_bytes_per_s]
@@ -145,12 +145,12 @@ class DeviceProfile:
             numbers += [number for each in rates.values() for points in each.values() for point in points
                         for number in point]  # fmt: skip
             if "float32" not in flops or not all(0 < number < math.inf for number in numbers):
-                raise ValueError("rates and sizes must be above zero and finite, float32 among them")
+                raise ValueError("rates and sizes must be positive and finite, and flops must have float32")
             costs = [made.inside.latency_s, made.between.latency_s, *plain.values()]
             if not all(0 <= number < math.inf for number in costs):
-                raise ValueError("times and shares must not be below zero, and finite")
+                raise ValueError("times and shares must be finite and not negative")
         except (TypeError, ValueError, AttributeError) as error:
-            raise ProfileError(f"The device profile {path} is not one: {error}.") from None
+            raise ProfileError(f"The device profile {path} is invalid: {error}.") from None
         return made
 
 
@@ -167,7 +167,7 @@ def _points(content: Mapping[str, Any]) -> Rates:
 
 _LINKS = {"inside": "inside a node", "between": "between nodes"}
 _NODE_400G = "8 network cards of 400 Gb/s for 8 devices, as in DGX H100: 50 GB/s a device"
-_LATENCY = "latencies, efficiencies, host time an operator, rates of host memory and disk, reserved memory: assumed"
+_LATENCY = "latencies, efficiencies, host time per operator, rates of host memory and disk, reserved memory: assumed"
 _PCIE4, _PCIE5 = 32e9, 64e9
 _INSIDE_LATENCY, _BETWEEN_LATENCY = 5e-6, 15e-6
 
@@ -218,7 +218,7 @@ _TABLE: dict[str, DeviceProfile] = {
         "CPU", 16e9, {"float32": 50e9, "bfloat16": 50e9, "float64": 25e9}, 10e9,
         Link(50e-6, 2e9), Link(100e-6, 1e9),
         host_s_per_operator=5e-6, asynchronous=False, backend="gloo", reserved_bytes=0.5e9,
-        sources=("all numbers assumed: one core of no machine in particular",),
+        sources=("all numbers assumed: one core of a typical CPU",),
     ),
 }  # fmt: skip
 
@@ -257,7 +257,11 @@ def find_profile(device: str | Path | DeviceProfile, *, memory_gb: float | None 
         near = difflib.get_close_matches(str(device).lower(), _TABLE, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         names = ", ".join(_TABLE)
-        raise ProfileError(f"There is no device {str(device)!r}.{hint} Use one of {names}, or a profile's .json file.")
+        raise ProfileError(
+            f"There is no device {str(device)!r}.{hint} Use one of {names}, or the .json file of a profile."
+        )
     if memory_gb is not None and not 0 < memory_gb < math.inf:
-        raise ProfileError(f"memory_gb={memory_gb:g} is not the size of a memory. Set one above zero.")
+        raise ProfileError(
+            f"memory_gb={memory_gb:g} is not positive and finite. Set the memory of a device in 10^9 bytes."
+        )
     return found if memory_gb is None else replace(found, memory_bytes=memory_gb * 1e9)

@@ -40,11 +40,11 @@ from lightning_pardist.planner.words import sentence, size_text
 
 _log = logging.getLogger(__name__)
 _NOT_BY_DEFAULT = (
-    "not traced: it runs as one of the others does, or is seldom the fastest. Name it in strategies to see it."
+    "not traced: it runs like one of the others, or is rarely the fastest. Name it in strategies to trace it."
 )
-#: Minimum number of strategies to trace, as far as the module fits, for comparison with the best one.
+#: Minimum number of strategies to trace for comparison with the best one, unless their states exceed the device.
 _COMPARED = 4
-_NOT_TRACED = "not traced, and may be the best here: make a new plan."
+_NOT_TRACED = "not traced, but may be the best for this device: make a new plan."
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ class Search:
         self._refused: list[Refused] = []
         self._left_out: list[_Bound] = []
         self._forms: Forms = {}
-        #: Findings of strategies about the module, by the settings that change it and its batch.
+        #: Findings about the module that its traces share, by the settings that change it and its batch.
         self._found: dict[Any, dict[Any, Any]] = {}
-        # Raises errors of the module itself, which would otherwise count as a refusal by every strategy.
+        # Errors of the module itself are raised here; otherwise every strategy would report them as a refusal.
         self._alone = self._traced_alone()
 
     def add_all(self, candidates: Iterable[Candidate]) -> None:
@@ -198,7 +198,7 @@ class Search:
         self._traced.append(traced)
         self._rows.append(row)
         if traced.ranks[0].microbatches > 1:
-            # Other batches are whole for a reason.
+            # A default of one micro-batch means that the batch cannot be split.
             self._vary_microbatches(bound, row)
         may_fit = _may_fit_with_checkpointing(row, self._profile) or not self._leave_out
         if not row.fits and may_fit and "activation_checkpointing" not in candidate.settings:
@@ -239,7 +239,7 @@ class Search:
         """
         if not self._rows:
             reasons = "; ".join(f"{each.candidate}: {each.reason}" for each in self._refused)
-            raise PlanError(f"Every candidate is refused. {reasons}")
+            raise PlanError(f"No candidate can be planned. {reasons}")
         return self._plan_for(self._profile, tuple(notes))
 
     def _plan_for(self, profile: DeviceProfile, notes: Sequence[str]) -> Plan:
@@ -317,8 +317,8 @@ class Search:
             return 1.0
         if wanted % parts:
             raise ValueError(
-                f"a global batch of {wanted} samples cannot be divided into {parts} batches of one size"
-                f" ({dims.batch_size} ranks with samples of their own, {self._job.accumulated} batches a step)."
+                f"a global batch of {wanted} samples cannot be divided into {parts} equal batches ({dims.batch_size}"
+                f" data-parallel ranks, {self._job.accumulated} batches per rank and step)."
             )
         return wanted / parts / samples_of(self._batch)
 
@@ -350,7 +350,7 @@ class Search:
             if _is_own_defect(error):
                 raise
             _log.debug("%s cannot be planned.", candidate, exc_info=error)
-            reason = f"cannot be planned, which says nothing of training: {type(error).__name__}: {sentence(error)}"
+            reason = f"cannot be planned, although training may work: {type(error).__name__}: {sentence(error)}"
             return Refused(candidate, reason)
 
     def _traced_alone(self) -> RankTrace:
@@ -366,7 +366,8 @@ class Search:
             if _is_own_defect(error):
                 raise
             raise PlanError(
-                f"The module's step fails on this batch without values: {type(error).__name__}: {sentence(error)}"
+                "The module's training step failed on this batch in a simulation without values:"
+                f" {type(error).__name__}: {sentence(error)}"
             ) from error
 
     def _cannot_be_best(self, bound: _Bound, rows: Sequence[Row], profile: DeviceProfile) -> str | None:
@@ -381,29 +382,29 @@ class Search:
         if candidate.replicates and states + profile.reserved_bytes > profile.memory_bytes:
             return (
                 f"not traced: parameters and optimizer state alone take {size_text(states)} of a rank's"
-                f" {size_text(profile.memory_bytes)}. Name it in strategies to see it."
+                f" {size_text(profile.memory_bytes)}. Name it in strategies to trace it."
             )
         best = max((row.samples_per_s for row in rows if row.fits), default=0.0)
         if not best:
             return None
         if candidate.offloads:
             return (
-                "not traced: others fit, and states on the host cost copies and a step there. Name it in strategies to"
-                " see it."
+                "not traced: others fit, and offloaded states add copies and an optimizer step on the host. Name it"
+                " in strategies to trace it."
             )
         for row in rows if dims.world_size > dims.batch_size else ():
             if row.fits and row.samples_per_s < best and candidate.is_wider_than(row.candidate):
                 return (
-                    f"not traced: {row.candidate} fits and is slower than others, and larger groups send or wait more"
-                    " for the same arithmetic. Name it in strategies to see it."
+                    f"not traced: {row.candidate} fits but is slower than others, and larger groups communicate or"
+                    " wait more for the same computation. Name it in strategies to trace it."
                 )
         most, why = self._most(bound, profile)
         strategies = {row.candidate.strategy for row in rows}
         if most > best or (len(strategies) < _COMPARED and candidate.strategy not in strategies):
             return None
         return (
-            f"not traced: {why}, so that it trains {most:.1f} samples/s at most, and others that fit train"
-            f" {best:.1f}. Name it in strategies to see it."
+            f"not traced: {why}, which limits it to {most:.1f} samples/s; another strategy that fits reaches"
+            f" {best:.1f}. Name it in strategies to trace it."
         )
 
     def _most(self, bound: _Bound, profile: DeviceProfile) -> tuple[float, str]:
@@ -411,7 +412,7 @@ class Search:
         (computes, why), sends = self._least_computing(bound, profile), self._least_sending(bound, profile)
         if sends > computes:
             what = "gradients" if bound.candidate.replicates else "gradients and parameters"
-            why = f"its {what} take {1000 * sends:.1f} ms of a step to send, at least"
+            why = f"sending its {what} takes at least {1000 * sends:.1f} ms a step"
         least, samples = max(computes, sends), samples_of(self._batch) * bound.share * bound.dims.batch_size
         return samples * self._job.accumulated / least if least else math.inf, why
 
@@ -431,13 +432,13 @@ class Search:
         steps = [event for event in self._alone.events[begins:] if isinstance(event, Operator) and not flat]
         work = [event for event in self._alone.events[:begins] if isinstance(event, Operator)]
         stages = dims.pipeline_parallel
-        # A stage's operators are issued for each micro-batch.
+        # A stage issues its operators once per micro-batch.
         times = candidate.microbatches(stages, self._resized(share))
         computes = share * sum(operator_seconds(each, profile) for each in (*work, *steps) if each.flops) / apart
         computes /= 1 - candidate.least_idle_share(stages, times)
         issues = (len(work) * times + len(steps)) * profile.host_s_per_operator / stages
         parts = f", in {times} micro-batches" if times > 1 else ""
-        return max(computes, issues), f"{apart} ranks work on each batch{parts}"
+        return max(computes, issues), f"{apart} ranks share each batch{parts}"
 
     def _least_sending(self, bound: _Bound, profile: DeviceProfile) -> float:
         """Return a lower bound of a step's communication time for gradients, in seconds, in its slowest group.

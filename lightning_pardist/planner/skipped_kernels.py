@@ -42,16 +42,16 @@ from lightning_pardist.planner.exchange import Exchange
 from lightning_pardist.planner.value_counts import ValueCounts
 
 _aten = torch.ops.aten
-#: Maximum number of elements for which operators are computed, even on known values.
+#: Operators on known values are computed up to this number of elements.
 _LARGEST = 1 << 20
-#: Maximum number of unknown elements that are written, for code that reads memory without the dispatcher.
+#: Unknown tensors of up to this number of elements are filled with a constant, for code that bypasses the dispatcher.
 _FILLED = 1024
-#: The same for parts of larger tensors.
+#: The same for views of larger tensors.
 _PART = 64
 _QUESTIONS = {_aten.equal.default: True, _aten.allclose.default: True, _aten.is_nonzero.default: False}
 _ALL = (_aten.all.default, _aten.all.dim, _aten.isclose.default, _aten.isfinite.default)
 _OVERWRITING = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default)
-#: Operators that take the answers along that are written into small tensors.
+#: Operators that run on small unknown tensors, so that their results keep the constants.
 _CARRYING = (_aten.cat.default, _aten.stack.default, to_copy, _aten.clone.default)
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, index_put_impl)
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -106,7 +106,7 @@ class SkippedKernels(UncompiledMode):
         if any(isinstance(leaf, FakeTensor) for leaf in inputs):
             return func(*args, **kwargs)
         if any(is_wrapper(leaf) for leaf in inputs):
-            # A DTensor dispatches operators on its local tensor, which arrive here.
+            # A DTensor dispatches operators on its local tensor, which reach this mode.
             return NotImplemented
         if func.namespace in _COLLECTIVES:
             return self._communicate(func, args, kwargs, inputs)
@@ -209,8 +209,8 @@ class SkippedKernels(UncompiledMode):
                 return made
             return leaf
 
-        # Fake tensors do not know of the workspace that this one keeps for backward, so it runs once. So does what they
-        # refuse: a kernel may take other dtypes than its shapes are written down for.
+        # An RNN layer runs once on zeros, because fake tensors omit the workspace that it keeps for backward. Operators
+        # that fake tensors refuse run once as well: a kernel may accept more dtypes than its shape function does.
         try:
             with no_modes(), nullcontext() if asked else self._fake_mode:
                 result = func(*map_leaves(fake, args), **map_leaves(fake, kwargs))
@@ -232,7 +232,7 @@ class SkippedKernels(UncompiledMode):
 
         return map_leaves(described, result)
 
-    # --- what is known ------------------------------------------------------------------------------------------
+    # --- unknown values -----------------------------------------------------------------------------------------
 
     def _is_unknown(self, tensor: Tensor, yes: bool) -> None:
         key = storage_key(tensor)
@@ -272,7 +272,7 @@ class SkippedKernels(UncompiledMode):
             package = name.partition(".")[0]
             own = package == "lightning_pardist" and name != __name__ and not name.endswith((".ledger", ".arguments"))
             if own:
-                # One of the engines, or the planner, whose caller has not looked.
+                # Read by an engine or the planner, not by user code.
                 return
             if package not in _OWN_CODE:
                 self.looked_at[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None
@@ -374,7 +374,7 @@ def _key(value: Any) -> Any:
         return tuple(map(_key, value))
     if isinstance(value, dict):
         return tuple((name, _key(each)) for name, each in value.items())
-    # Sizes do not depend on the value of a factor.
+    # Sizes do not depend on the value of a float argument.
     return type(value) if type(value) is float else (type(value), value)
 
 

@@ -55,8 +55,8 @@ class DataParallelStrategy(PardistStrategy):
             found = max(found, environment.world_size())
         if found > 1:
             raise ValueError(
-                f"{type(self).__name__} is one process with several devices, and num_nodes={self.num_nodes}"
-                f" with {found} processes was asked for. Start one process on one node, or use pardist_ddp."
+                f"{type(self).__name__} runs several devices in one process, but num_nodes={self.num_nodes} and"
+                f" {found} processes were requested. Start one process on one node, or use pardist_ddp."
             )
         self._replicas.devices = list(self.parallel_devices or [])
         super()._configure_launcher()

@@ -95,16 +95,16 @@ class HybridStrategy(PardistStrategy):
         if data_shard_size is not None:
             if data_parallel != "zero3":
                 raise ValueError(
-                    f"data_shard_size={data_shard_size} is for data_parallel='zero3', not {data_parallel!r}, which"
-                    " uses the whole data axis. Leave it out, or use data_parallel='zero3'."
+                    f"data_shard_size={data_shard_size} is for data_parallel='zero3', but {data_parallel!r} uses the"
+                    " whole data axis. Leave it out, or set data_parallel='zero3'."
                 )
             settings["data_shard_size"] = data_shard_size
         if outer is None:
             outer = _outer_axis(outer_parallel_size, sync_every, outer_settings)
         elif outer_settings:
             raise ValueError(
-                f"outer_settings={dict(outer_settings)} are settings of HybridStrategy, and {type(self).__name__} makes"
-                " the outer axis itself. Give them to it one by one, without outer_settings."
+                f"outer_settings={dict(outer_settings)} can be passed to HybridStrategy only. Pass them to"
+                f" {type(self).__name__} as separate arguments."
             )
         pipeline = PipelineSettings(pipeline_parallel_size=pipeline_parallel_size, **(pipeline_settings or {}))
         pipeline.check_data(data_parallel, settings)
@@ -132,14 +132,17 @@ def _outer_axis(
     if size == 1:
         if settings or sync_every is not None:
             what = f"outer_settings={dict(settings)} are" if settings else f"sync_every={sync_every!r} is"
-            raise ValueError(f"{what} for islands, and there are none. Set outer_parallel_size.")
+            raise ValueError(
+                f"{what} for islands, but outer_parallel_size=1. Set outer_parallel_size to the number of islands."
+            )
         return None
     known = set(inspect.signature(LocalSGDAxis.__init__).parameters) - {"self", "outer_parallel_size", "sync_every"}
     unknown = sorted(set(settings or {}) - known)
     if unknown:
         raise ValueError(
-            f"outer_settings={dict(settings or {})}: {', '.join(unknown)} is none of {', '.join(sorted(known))}."
-            " Number of islands and steps between averages are outer_parallel_size and sync_every of HybridStrategy."
+            f"outer_settings={dict(settings or {})}: {', '.join(unknown)} is unknown. Use"
+            f" {', '.join(sorted(known))}. HybridStrategy takes the number of islands and the steps between averages"
+            " as outer_parallel_size and sync_every."
         )
     return LocalSGDAxis(
         outer_parallel_size=size, sync_every=32 if sync_every is None else sync_every, **(settings or {})

@@ -75,8 +75,9 @@ class LocalSGDStrategy(HybridStrategy):
         if outer_server is not None:
             if not isinstance(outer_parallel_size, int) or not isinstance(sync_every, int):
                 raise ValueError(
-                    f"outer_server={outer_server!r} with outer_parallel_size={outer_parallel_size!r} and sync_every="
-                    f"{sync_every!r}: islands of their own do not know of each other. Set both to numbers."
+                    f"outer_server={outer_server!r} with outer_parallel_size={outer_parallel_size!r} and"
+                    f" sync_every={sync_every!r}: islands in separate jobs cannot derive these from each other. Set"
+                    " both to numbers."
                 )
             inside = {
                 "start_local_step": start_local_step,
@@ -88,7 +89,7 @@ class LocalSGDStrategy(HybridStrategy):
             }
             if wrong := [name for name, value in inside.items() if value]:
                 raise ValueError(
-                    f"{', '.join(wrong)} of {type(self).__name__} is for islands of one job. Leave it out with"
+                    f"{', '.join(wrong)} of {type(self).__name__} is only for islands of one job. Leave it out with"
                     f" outer_server={outer_server!r}."
                 )
             served = ServedIslandsAxis(
@@ -102,7 +103,7 @@ class LocalSGDStrategy(HybridStrategy):
             super().__init__(outer=served, **kwargs)
             return
         if island is not None:
-            raise ValueError(f"island={island} is for jobs that meet at a server. Set outer_server, or leave it out.")
+            raise ValueError(f"island={island} is only used with outer_server. Set outer_server, or leave island out.")
         outer = LocalSGDAxis(
             outer_parallel_size=outer_parallel_size,
             sync_every=sync_every,

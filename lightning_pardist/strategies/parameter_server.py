@@ -74,27 +74,29 @@ class ParameterServerStrategy(PardistStrategy):
     ) -> None:
         if isinstance(dedicated_servers, bool) or not isinstance(dedicated_servers, int) or dedicated_servers < 0:
             raise ValueError(
-                f"dedicated_servers={dedicated_servers!r} is no number of ranks. Use how many only serve, 0 for none."
+                f"dedicated_servers={dedicated_servers!r} is not a number of ranks. Set the number of ranks that"
+                " only serve, or 0."
             )
         if dedicated_servers and num_servers is not None:
             raise ValueError(
-                f"num_servers={num_servers} is for ranks that work as well, and dedicated_servers={dedicated_servers}"
-                " has others serve. Set one of them."
+                f"num_servers={num_servers} is for servers that are workers as well, but"
+                f" dedicated_servers={dedicated_servers} reserves ranks that only serve. Set one of them."
             )
         one_of("lost_workers", lost_workers, get_args(LostWorkers))
         if lost_workers != "end" and (max_staleness == 0 or not dedicated_servers):
             raise ValueError(
-                f"lost_workers={lost_workers!r} with max_staleness={max_staleness} and dedicated_servers="
-                f"{dedicated_servers}: a worker can be left out where no other one needs it, in a step or for the"
-                " parameters that it serves. Set max_staleness to 1 or more, or None, and dedicated_servers to 1 or"
-                " more."
+                f"lost_workers={lost_workers!r} with max_staleness={max_staleness} and"
+                f" dedicated_servers={dedicated_servers}: training can continue without a worker only if no other"
+                " worker waits for its updates or for the parameters that it serves. Set max_staleness to 1 or"
+                " more, or None, and dedicated_servers to 1 or more."
             )
         if max_staleness == 0:
             for name, value in (("num_servers", num_servers), ("update_log", update_log)):
                 if value is not None:
                     raise ValueError(
-                        f"{name}={value!r} is of asynchronous servers: with max_staleness=0 every rank serves an equal"
-                        " share, and updates have one order. Leave it out, or set max_staleness to 1 or more, or None."
+                        f"{name}={value!r} is for asynchronous servers only: with max_staleness=0 every rank serves"
+                        " an equal share, and updates have a fixed order. Leave it out, or set max_staleness to 1"
+                        " or more, or None."
                     )
         axes: list[ParallelAxis]
         if max_staleness == 0 and not dedicated_servers:
@@ -125,13 +127,13 @@ class ParameterServerStrategy(PardistStrategy):
         """
         environment, found = self.cluster_environment, None
         if self.num_nodes > 1:
-            found = f"num_nodes={self.num_nodes}: processes of other hosts are"
+            found = f"num_nodes={self.num_nodes}"
         elif not isinstance(environment, LightningEnvironment):
-            found = f"a launcher ({'none' if environment is None else describe(environment)}): processes of one are"
+            found = f"a launcher ({'none' if environment is None else describe(environment)})"
         elif self.start_method != "popen":
-            found = f"start_method={self.start_method!r}: processes started so are"
+            found = f"start_method={self.start_method!r}"
         if found is not None:
             raise ValueError(
-                f"lost_workers={self.lost_workers!r} with {found} not the script's own, and may all be ended with one."
-                " Start the script itself on one host, with start_method='popen', or set lost_workers='end'."
+                f"lost_workers={self.lost_workers!r} with {found}: all processes may be ended when one of them"
+                " fails. Start the script itself on one host, with start_method='popen', or set lost_workers='end'."
             )

@@ -99,7 +99,9 @@ class ZeroStrategy(PardistStrategy):
         settings = DeepSpeedConfig.read(config)
         settings.warn()
         if twice := sorted(settings.strategy.keys() & kwargs.keys()):
-            raise ValueError(f"The DeepSpeed config sets {', '.join(twice)} already. Leave it out of one of them.")
+            raise ValueError(
+                f"The DeepSpeed config and the arguments both set {', '.join(twice)}. Leave it out of one of them."
+            )
         makers = (DDPStrategy, ZeroStrategy, FSDPStrategy)
         make = next(maker for maker in makers if maker.__name__ == settings.strategy_class)
         if settings.precision is not None:

@@ -169,7 +169,7 @@ def _elsewhere(path):
     save.plan(GroupCoordinator())
     if dist.get_rank() == 1:
         save._folder = f"{path}-elsewhere"
-    with pytest.raises(RuntimeError, match="needs a folder that all nodes share"):
+    with pytest.raises(RuntimeError, match="needs a filesystem that all nodes share"):
         save.write(GroupCoordinator(), {})
 
 

@@ -281,7 +281,7 @@ def test_what_is_refused_by_name():
     quiet_trainer(strategy="pardist_dp", devices=2, sync_batchnorm=True).fit(Logging(), loader)
     with pytest.raises(ValueError, match=r"calls accuracy.compute\(\)"):
         quiet_trainer(strategy="pardist_dp", devices=2).fit(Computes(), loader)
-    with pytest.raises(ValueError, match="one process with several devices, and num_nodes=2"):
+    with pytest.raises(ValueError, match="several devices in one process, but num_nodes=2"):
         quiet_trainer(strategy="pardist_dp", devices=2, num_nodes=2)
     replaced = Logging()
     replaced.net.forward = lambda x: nn.Sequential.forward(replaced.net, x)

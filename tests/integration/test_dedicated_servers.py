@@ -266,7 +266,7 @@ def test_ranks_by_fork_evaluate_behind_a_fit():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dedicated_servers": -1}, "dedicated_servers=-1 is no number of ranks"),
+        ({"dedicated_servers": -1}, "dedicated_servers=-1 is not a number of ranks"),
         ({"dedicated_servers": 1, "num_servers": 1, "max_staleness": 1}, "Set one of them"),
     ],
 )

@@ -502,7 +502,7 @@ class Noisy(Classifier):
 
 
 REFUSALS = {
-    "optimizer": (Noisy, {}, "Drawn cannot be told .* draws random numbers"),
+    "optimizer": (Noisy, {}, "Cannot determine whether Drawn .* draws random numbers"),
     "pruning": (Classifier, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning compares the elements"),
 }
 

@@ -721,7 +721,7 @@ class SetBySamples(Plain):
 def test_parameters_that_a_step_sets_by_samples(strategy):
     (left, said), (right, _) = run_ranks(2, _fit_weights_and_warnings, strategy, SetBySamples)
     assert_close(left, right)
-    assert any("sets parameters by each rank's own samples (shift)" in each for each in said)
+    assert any("sets parameters from each rank's own samples (shift)" in each for each in said)
 
 
 class NoneOnSecondRank(Plain):

@@ -335,7 +335,7 @@ def test_hybrid_takes_islands():
         ({"fragments": 2, "sync_every": "epoch"}, "Set sync_every to a number of steps"),
         ({"fragment_mixing": 0.5}, "Set a delay"),
         ({"fragments": "auto"}, "fragments='auto' is not a whole number"),
-        ({"outer_settings": {"fragments": 2}}, "Give them to it one by one"),
+        ({"outer_settings": {"fragments": 2}}, "as separate arguments"),
         ({"outer_compression": "int2"}, "bf16, int8, int4 or None"),
     ],
 )
@@ -349,8 +349,8 @@ def test_what_is_refused(settings, said):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"sync_every": 5}, "sync_every=5 is for islands, and there are none. Set outer_parallel_size"),
-        ({"outer_parallel_size": 2, "outer_settings": {"bogus": 1}}, "bogus is none of fragment_mixing"),
+        ({"sync_every": 5}, "sync_every=5 is for islands, but outer_parallel_size=1. Set outer_parallel_size"),
+        ({"outer_parallel_size": 2, "outer_settings": {"bogus": 1}}, "bogus is unknown. Use fragment_mixing"),
         ({"outer_parallel_size": 2, "outer_settings": {"sync_every": 4}}, "sync_every of HybridStrategy"),
     ],
 )

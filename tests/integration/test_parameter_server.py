@@ -366,8 +366,8 @@ def test_what_cannot_be_right_is_refused_and_leaves_nothing_behind():
     [
         ({"max_staleness": -1}, "max_staleness=-1 is not positive"),
         ({"max_staleness": 1, "num_servers": 0}, "num_servers=0 is not positive"),
-        ({"num_servers": 1}, "num_servers=1 is of asynchronous servers"),
-        ({"update_log": "here"}, "update_log='here' is of asynchronous servers"),
+        ({"num_servers": 1}, "num_servers=1 is for asynchronous servers"),
+        ({"update_log": "here"}, "update_log='here' is for asynchronous servers"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):

@@ -146,8 +146,8 @@ def test_searches_that_train_are_refused(server, jobs):
         ({"outer_server": "here:1", "island": 2}, "island=2 is none of outer_parallel_size=2 islands"),
         ({"outer_server": "here:1"}, "Set island, or PARDIST_ISLAND"),
         ({"outer_server": "here:1", "sync_every": "epoch"}, "Set both to numbers"),
-        ({"outer_server": "here:1", "fragments": 2}, "fragments of LocalSGDStrategy is for islands of one job"),
-        ({"island": 1}, "Set outer_server, or leave it out"),
+        ({"outer_server": "here:1", "fragments": 2}, "fragments of LocalSGDStrategy is only for islands of one job"),
+        ({"island": 1}, "Set outer_server, or leave island out"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):

@@ -155,7 +155,7 @@ def _fit_all(strategies, module_class):
         ):
             found.append(_fit(strategy, module_class))
         calls = [*first.call_args_list, *warn.call_args_list]
-        said.append([call.args[0] for call in calls if "by each rank's own samples (" in call.args[0]])
+        said.append([call.args[0] for call in calls if "from each rank's own samples (" in call.args[0]])
     return found, said
 
 

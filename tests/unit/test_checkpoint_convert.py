@@ -145,16 +145,16 @@ def test_inspect(saved, tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "a.ckpt")]) == 1
     assert "damaged" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "nowhere")]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"pardist inspect: There is no {tmp_path / 'nowhere'}."
+    assert capsys.readouterr().err.splitlines()[-1] == f"pardist inspect: {tmp_path / 'nowhere'} does not exist."
 
 
 @pytest.mark.parametrize("command", ["inspect", "convert"])
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [
-        (b"epoch: 3\n", "is no checkpoint: it does not begin like a file of torch.save."),
-        (b"PK\x05\x06" + bytes(18), "is no checkpoint: it does not begin like a file of torch.save."),
-        (None, "is no checkpoint, but an archive of something else."),
+        (b"epoch: 3\n", "is not a checkpoint: torch.save did not write it."),
+        (b"PK\x05\x06" + bytes(18), "is not a checkpoint: torch.save did not write it."),
+        (None, "is not a checkpoint: it is a zip archive that torch.save did not write."),
     ],
     ids=["text", "empty_archive", "archive"],
 )

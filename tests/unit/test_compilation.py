@@ -83,7 +83,7 @@ def test_what_is_compiled_again_has_a_name():
     assert told == []
     module(x, scale=3.0)
     assert told
-    assert told[0].startswith("parts.0 was compiled again, which has now happened 1 times")
+    assert told[0].startswith("parts.0 was recompiled (1 recompilations so far)")
 
 
 def test_hooks_and_checkpointed_activations_run_around_compiled_code():

@@ -202,6 +202,6 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert main(arguments.split(" ")) == 0
     assert (tmp_path / "done").read_text() == "ZeroStrategy 1 2.0 2 0.5 bf16-true"
     assert main([*arguments.split(" "), "--trainer.precision=32-true"]) == 2
-    assert "--trainer.precision and --deepspeed-config both set it" in capsys.readouterr().err
+    assert "--trainer.precision is set on the command line and by --deepspeed-config" in capsys.readouterr().err
     assert main(["fit", "--deepspeed-config=nowhere.json"]) == 2
     assert "cannot be read" in capsys.readouterr().err

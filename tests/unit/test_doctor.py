@@ -46,9 +46,9 @@ def _warnings(*changes, skews=None):
         (
             [{"host": "h", "threads": 4}] * 2,
             None,
-            "2 rank(s) of 4 thread(s) share 4 core(s) on h. Set OMP_NUM_THREADS=2",
+            "2 rank(s) with 4 thread(s) each share 4 core(s) on h. Set OMP_NUM_THREADS=2",
         ),
-        ([{"host": "a"}, {"host": "b"}, {"host": "a"}], None, "the ranks on a are not neighbours"),
+        ([{"host": "a"}, {"host": "b"}, {"host": "a"}], None, "the ranks on a are not consecutive"),
         ([{}, {}], {0: 0.0, 1: -3.25}, "the clock of rank 1 is -3.2 s off"),
         ([{}, {"warnings": ["look out"]}], None, "rank 1 on h1: look out"),
     ],
@@ -65,7 +65,8 @@ def test_alone(capsys):
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "no launcher: this process starts its own ranks" in shown
-    assert "not examined: the Trainer's devices and num_nodes, and whether degrees fit them. Pass --devices" in shown
+    unknown = "not examined: the Trainer's devices and num_nodes, and whether the strategy's degrees match them."
+    assert f"{unknown} Pass --devices" in shown
     assert shown.endswith("training could start\n")
 
 
@@ -88,7 +89,7 @@ def test_refuses_what_the_trainer_refuses(arguments, wanted, capsys):
 def test_numbers_that_fit_and_what_was_not_examined(capsys):
     assert main(["doctor", "--devices", "4", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "not examined: connections among the 4 ranks, which nothing has started. The Trainer's numbers fit." in shown
+    assert "not examined: connections among the 4 ranks, because no launcher started them. The Trainer accepts" in shown
     assert shown.endswith("training could start\n")
 
 
@@ -113,7 +114,7 @@ def test_bad_options_end_with_status_2(arguments, capsys):
 @pytest.mark.parametrize(
     ("rank", "address", "wanted"),
     [
-        (0, "127.0.0.1", "rank 1 did not come within 1 s"),
+        (0, "127.0.0.1", "rank 1 did not connect within 1 s"),
         (1, "127.0.0.1", "Rank 0 was not found at 127.0.0.1"),
         (1, "no such host", "cannot resolve"),
     ],
@@ -150,20 +151,20 @@ def test_a_disk_takes_a_folder_and_a_file_for_the_profile(arguments, tmp_path, m
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         main(["doctor", *arguments])
-    assert "takes a folder, and --save FILE" in capsys.readouterr().err
+    assert "needs an existing folder, and --save FILE" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_measuring_says_how_long_and_what_failed(tmp_path, monkeypatch, capsys):
     def fail(num_ranks, disk):
-        raise RuntimeError("rank 1 of 2 that measure failed: no memory")
+        raise RuntimeError("measuring failed on rank 1 of 2: no memory")
 
     monkeypatch.setattr(doctor, "measure_alone", fail)
     path = tmp_path / "profile.json"
     assert main(["doctor", "--devices", "2", "--save", str(path)]) == 1
     shown = capsys.readouterr()
     assert "about a minute" in shown.out
-    assert shown.err == "error: nothing was saved: rank 1 of 2 that measure failed: no memory\n"
+    assert shown.err == "error: nothing was saved: measuring failed on rank 1 of 2: no memory\n"
     assert not path.exists()
 
 

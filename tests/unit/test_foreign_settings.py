@@ -51,7 +51,7 @@ def test_a_mistyped_setting():
     [
         ("lightning_pardist.ZeroStrategy", "is the path of a class"),
         ("pardist_zer3", "Did you mean 'pardist_zero3'?"),
-        ("pardist_ddp_find_unused_parameters_true", "Did you mean 'pardist_ddp'?.*need no flag"),
+        ("pardist_ddp_find_unused_parameters_true", "Did you mean 'pardist_ddp'?.*need no setting"),
         ("pardist", "This package has pardist_ddp, "),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_setting_of_an_axis_beside_the_dict_that_takes_it_and_a_mistyped_one_i
     make = lightning_pardist.HybridStrategy
     with pytest.raises(ValueError, match=r"Set pipeline_settings=\{'num_microbatches': \.\.\.\}\."):
         make(pipeline_parallel_size=2, num_microbatches=4)
-    with pytest.raises(ValueError, match=r"^pipeline_settings: microbatches is none of .*num_microbatches"):
+    with pytest.raises(ValueError, match=r"^pipeline_settings: microbatches is unknown. Use .*num_microbatches"):
         make(pipeline_parallel_size=2, pipeline_settings={"microbatches": 4})
-    with pytest.raises(ValueError, match=r"^tensor_settings: tensor_parallel_size is none of plan"):
+    with pytest.raises(ValueError, match=r"^tensor_settings: tensor_parallel_size is unknown. Use plan"):
         make(tensor_settings={"tensor_parallel_size": 2})

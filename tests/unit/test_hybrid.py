@@ -48,7 +48,7 @@ def test_the_data_axis_takes_what_the_others_leave():
             {"pipeline_parallel_size": 2, "data_parallel": "zero3", "data_settings": {"allow_divergent_forward": True}},
             "allow_divergent_forward=True is not available with data_parallel='zero3' in a pipeline",
         ),
-        ({"data_shard_size": 2}, "data_shard_size=2 is for data_parallel='zero3', not 'ddp'"),
+        ({"data_shard_size": 2}, "data_shard_size=2 is for data_parallel='zero3', but 'ddp'"),
         ({"data_parallel": "zero4"}, "data_parallel='zero4' is unknown"),
         ({"data_settings": {"bucket": 1}}, "do not fit data_parallel='ddp'"),
     ],

@@ -261,7 +261,7 @@ class AsksForOptimizers(pl.LightningModule):
 
 def test_a_step_that_asks_for_optimizers_can_be_replaced():
     module, batch = AsksForOptimizers(), torch.randn(3, 4)
-    with pytest.raises(ValueError, match="Give it a batch that the step takes, or step="):
+    with pytest.raises(ValueError, match="Pass a batch that the step accepts, or step="):
         optim.split_groups(module, batch)
     module.groups = optim.split_groups(module, batch, step=lambda module, batch: module.loss(batch))
     matrices, rest = (optimizer.param_groups[0]["params"] for optimizer in module.configure_optimizers())
@@ -279,8 +279,8 @@ class LooksAtValues(nn.Module):
 
 
 def test_what_cannot_be_traced_is_refused():
-    with pytest.raises(ValueError, match="without values since the module is on meta, and it failed"):
+    with pytest.raises(ValueError, match="without values, because it is on the meta device"):
         optim.split_groups(LooksAtValues().to("meta"), torch.ones(2, 4))
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
-    with pytest.raises(ValueError, match=r"split over ranks already. Call it earlier, such as in setup\(\)"):
+    with pytest.raises(ValueError, match=r"is already sharded. Call it earlier, for example in setup\(\)"):
         optim.split_groups(module, torch.ones(2, 4))

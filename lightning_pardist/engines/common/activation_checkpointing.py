@@ -47,8 +47,8 @@ def check_checkpointing(setting: Any) -> None:
     """
     if not isinstance(setting, Collection) or not all(isinstance(name, str) for name in setting):
         raise ValueError(
-            f"activation_checkpointing={setting!r} names no blocks. Use 'auto' for repeated blocks, names of classes of"
-            " modules as in ['Block'], or None for none."
+            f"activation_checkpointing={setting!r} is not valid. Use 'auto' for repeated blocks, class names of"
+            " modules such as ['Block'], or None."
         )
 
 
@@ -100,8 +100,8 @@ def find_blocks(module: nn.Module, setting: Checkpointing) -> list[nn.Module]:
         found = repeated_blocks(module)
         if not found:
             raise ValueError(
-                f"activation_checkpointing='auto' found no repeated blocks in {type(module).__name__}. Name the classes"
-                " of modules to compute again, as in activation_checkpointing=['Encoder']."
+                f"activation_checkpointing='auto' found no repeated blocks in {type(module).__name__}. Set the class"
+                " names of modules to recompute, for example activation_checkpointing=['Encoder']."
             )
     else:
         found = list(chosen_by_name(module, setting, argument="activation_checkpointing"))
@@ -111,8 +111,8 @@ def find_blocks(module: nn.Module, setting: Checkpointing) -> list[nn.Module]:
     own = [block for block in outermost if "forward" in block.__dict__]
     if patched := [names[block] for block in own if not isinstance(block.__dict__["forward"], ReplacedForward)]:
         raise ValueError(
-            f"activation_checkpointing={setting!r} chooses {', '.join(patched)}, whose forward was replaced on the"
-            " object itself. Override it in a class, or name other classes."
+            f"activation_checkpointing={setting!r} selects {', '.join(patched)}, whose forward was replaced on the"
+            " instance. Override forward in a class, or select other classes."
         )
     return outermost
 

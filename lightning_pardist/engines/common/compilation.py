@@ -68,8 +68,8 @@ class Compilation:
             )
         if patched := [names[block] for block in self._blocks if "forward" in block.__dict__]:
             raise ValueError(
-                f"compile='blocks' would compile {', '.join(patched)}, whose forward was replaced on the object itself."
-                " Override it in a class, or leave compile out."
+                f"compile='blocks' would compile {', '.join(patched)}, whose forward was replaced on the instance."
+                " Override forward in a class, or leave compile out."
             )
         self._names = {id(block): names[block] for block in self._blocks}
         for block in self._blocks:
@@ -106,7 +106,7 @@ class Compilation:
         text = f"compile={self.setting!r}: {what} by {name}"
         if self.graphs:
             text += f", {self.graphs} graphs in {self.seconds:.1f} s"
-        return text + (f", compiled again in {self.again} calls" if self.again else "")
+        return text + (f", recompiled in {self.again} calls" if self.again else "")
 
     # --- compilation and recompilation --------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Compilation:
         begin = time.perf_counter()
         try:
             if self._run is None:
-                raise RuntimeError("a backend is chosen when something is compiled")
+                raise RuntimeError("no compiler backend is set")
             return self._run(graph, inputs, **kwargs)
         finally:
             self.graphs += 1
@@ -136,8 +136,8 @@ class Compilation:
             return
         self.again += 1
         self.report(
-            f"{name} was compiled again, which has now happened {self.again} times: something differs from the call"
-            " that it was compiled for, such as shapes, an attribute or a flag. TORCH_LOGS=recompiles says what."
+            f"{name} was recompiled ({self.again} recompilations so far), because shapes, an attribute or a flag"
+            " differ from the call for which it was compiled. Set TORCH_LOGS=recompiles to see the reason."
         )
 
     def _subclass(self, cls: type) -> type:

@@ -92,7 +92,7 @@ def total_norm(
     """
     norm = _norms(engine, [params], norm_type, axes, among)[0]
     if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(f"The gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped.")
+        raise RuntimeError(f"The gradient norm of order {norm_type} is {norm.item()}, so gradients cannot be clipped.")
     return norm
 
 

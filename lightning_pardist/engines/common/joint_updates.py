@@ -39,8 +39,9 @@ class JointUpdates(WholeUpdates):
         super().__init__(optimizer, **kwargs)
         if self._hosted is not None and self._hosted.in_files:
             raise ValueError(
-                f"{type(optimizer).__name__} cannot keep its state in files: it {self.found.describe()}, with all"
-                " of its state at once, and offload to a folder has a window of it resident. Use offload='cpu'."
+                f"{type(optimizer).__name__} cannot keep its state in files: it {self.found.describe()} and needs"
+                " all of its state at once, but offload to a folder keeps only a window of it in memory. Use"
+                " offload='cpu'."
             )
         self._own_step = step
         self._twins: dict[int, nn.Parameter] = {}
@@ -54,8 +55,9 @@ class JointUpdates(WholeUpdates):
     def describe(self) -> str:
         held = sum(param.numel() * param.element_size() for param in self._params()) / 1e6
         return (
-            f"{type(self.optimizer).__name__} {self.found.describe()}: every rank gathers all of them, {held:.1f} MB"
-            " and as much of gradients, in every step and call of its closure, and has all of its state"
+            f"{type(self.optimizer).__name__} {self.found.describe()}: every rank gathers all parameters ({held:.1f}"
+            " MB) and as much of gradients in every step and every call of its closure, and holds all optimizer"
+            " state"
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -121,7 +123,10 @@ class JointUpdates(WholeUpdates):
         finally:
             self._exchange_params(back=False)
         if len(inside) != len(self._params()):
-            raise RuntimeError("The closure of an optimizer's step has changed its parameter groups.")
+            raise RuntimeError(
+                "The closure of an optimizer's step changed the optimizer's parameter groups. Change them between"
+                " steps."
+            )
 
     def _set_gradients(self, present: list[int]) -> None:
         grads = self._gathered(present, "grads")

@@ -283,10 +283,10 @@ def uneven_products(terms: Sequence[Term]) -> list[str]:
         kinds = {term.kind for term in inside} | {term.kind for term in terms if edge in term.cofactors}
         counts = [float(term.count) if term.by_data else 0.0 for term in inside]
         if "sum" in kinds and (len(kinds) > 1 or any(term.offset for term in inside)):
-            return ["something trained multiplies a sum over samples and what is none, added together"]
+            return ["a trainable factor multiplies a sum over samples plus a term of another kind"]
         # Sums of the same weights in a different order differ by rounding.
         if not all(math.isclose(count, counts[0], rel_tol=1e-5) for count in counts):
-            return ["something trained multiplies means with several counts, added together"]
+            return ["a trainable factor multiplies a sum of means with different counts"]
     return []
 
 

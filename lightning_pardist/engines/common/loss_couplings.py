@@ -57,11 +57,11 @@ def couplings(loss: Tensor, *, samples: int | None, gathers: bool = False) -> It
             dims = BatchDims(samples)
             left, right = (dims.of(child) for child in inputs)
             if (left == 0 and right == (1 if kind == "Mm" else 0)) or (kind == "Mm" and left == 1 and right == 0):
-                yield f"a {'product' if kind == 'Mm' else 'distance'} of results of shape {list(sizes)}"
+                yield f"a {'product' if kind == 'Mm' else 'distance'} between samples, of shape {list(sizes)}"
         if reason := _mixed(node, kind, inputs, samples):
             yield reason
         if kind in _SCATTERS and not _only_adds_up(node, above) and _adds_by_class(node, samples):
-            yield f"{kind} adds up samples by class, and the loss is no sum of that"
+            yield f"{kind} sums samples by class, and the loss is not additive in the result"
         for child in inputs:
             if child not in above:
                 above[child] = node
@@ -83,7 +83,7 @@ def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
     if weights is None or not weights.is_floating_point() or not 1 < weights.numel() <= SMALL:
         return ""
     normalized = math.isclose(scalar(weights.sum()) or 0.0, 1.0, rel_tol=1e-6) and samples in weights.shape
-    return "a sum with weights that add up to 1 over the samples" if normalized else ""
+    return "a sum over samples with weights that add up to 1" if normalized else ""
 
 
 def _only_adds_up(node: Node, above: Mapping[Node, Node | None]) -> bool:

@@ -62,8 +62,8 @@ def terms_of(
         by_data = [term for term in found if term.by_data] or found
         if not by_data:
             raise ValueError(
-                "loss_weight='tokens' needs a mean in the loss' graph, and there is none. Use 'samples', or a function"
-                " of the batch that returns its weight."
+                "loss_weight='tokens' needs a loss that contains a mean, but this loss has none. Use 'samples', or"
+                " a function of the batch that returns its weight."
             )
         return [replace(whole, count=by_data[0].count, by_data=True)]
     return [whole]

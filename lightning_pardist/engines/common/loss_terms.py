@@ -121,11 +121,12 @@ class Term:
     def describe(self) -> str:
         """Return a description of the term and its count."""
         if self.kind == "mean":
-            text = f"{self.what}, a mean weighted by {'what it counts' if self.by_data else 'its number of elements'}"
+            weight = "the count that divides it" if self.by_data else "its number of elements"
+            text = f"{self.what}, a mean weighted by {weight}"
         elif self.kind == "sum":
-            text = f"{self.what}, a sum, which adds up"
+            text = f"{self.what}, a sum, added up without weights"
         elif self.kind == "constant":
-            text = f"{self.what}, of parameters alone"
+            text = f"{self.what}, a function of parameters only"
         else:
             text = f"{self.what}, weighted by samples"
         return f"{text} ({self.nonlinear})" if self.nonlinear else text
@@ -401,11 +402,11 @@ class _Walk:
         if kind in SAME and inputs:
             return [at.below(inputs[0])]
         if kind in CURVES and inputs:
-            return [at.below(inputs[0], nonlinear=f"{kind} of a mean is not the mean of parts")]
+            return [at.below(inputs[0], nonlinear=f"{kind} of a mean is not the mean over the parts of the batch")]
         return self._unknown(at, kind)
 
     def _unknown(self, at: _At, kind: str) -> Term:
-        coupled = f"{kind} of all samples is not the mean of parts" if kind in STATISTICS else ""
+        coupled = f"{kind} of all samples is not the mean over the parts of the batch" if kind in STATISTICS else ""
         return replace(at, nonlinear=at.nonlinear or coupled).term("other", kind)
 
     def _product(self, at: _At, inputs: list[Node], kind: str) -> Term | list[_At]:
@@ -414,7 +415,7 @@ class _Walk:
         of_batch = [child for child in inputs if self.batch_dim(child) != CONSTANT] or inputs[:1]
         if len(of_batch) > 1:
             verb = "divided" if kind == "Div" else "multiplied"
-            return [replace(at.below(of_batch[0], nonlinear=f"results of the batch are {verb}"), joined=True)]
+            return [replace(at.below(of_batch[0], nonlinear=f"two results of the batch are {verb}"), joined=True)]
         other = saved(at.node, "other")
         factor = _scalar_factor(at.node, of_batch[0]) if kind == "Mul" and len(inputs) == 1 else None
         if factor is not None and factor == 0:
@@ -424,8 +425,8 @@ class _Walk:
         if kind == "Mul" and len(inputs) == 1 and self.batch_dim(of_batch[0]) == REDUCED:
             factor = other if sides[0] is of_batch[0] else saved(at.node, "self")
             if isinstance(factor, Tensor) and factor.numel() > 1:
-                what = f"what is reduced over samples is multiplied by a tensor of shape {list(factor.shape)}"
-                return [at.below(of_batch[0], nonlinear=f"{what}, as loads of experts are")]
+                what = f"a result that is reduced over samples is multiplied by a tensor of shape {list(factor.shape)}"
+                return [at.below(of_batch[0], nonlinear=f"{what}, as in load-balancing losses")]
         if kind == "Div" and sides[0] is of_batch[0]:
             several = len(inputs) == 1 and isinstance(other, Tensor) and other.numel() > 1
             table = several and self.batch_dim(of_batch[0]) == REDUCED
@@ -433,7 +434,7 @@ class _Walk:
                 return [at.below(of_batch[0], nonlinear=_BY_TABLE)]
             return [at.below(of_batch[0], divisor=other if len(inputs) == 1 else None, table=table)]
         if kind == "Div":
-            return [at.below(of_batch[0], nonlinear="a result of the batch divides")]
+            return [at.below(of_batch[0], nonlinear="a result of the batch is a divisor")]
         return [at.below(of_batch[0])]
 
     def _reduction(self, at: _At, child: Node, kind: str) -> Term | Sequence[_At | Term]:
@@ -548,7 +549,7 @@ def _with_shared_counts(terms: list[Term]) -> list[Term]:
             continue
         count, surplus = (reduce(larger, each) for each in zip(*((m.count, m.surplus) for m in members), strict=True))
         terms = [term for term in terms if term not in members]
-        merged = at.term("mean", f"{members[0].what}, several", count, by_data=True)
+        merged = at.term("mean", f"several {members[0].what}", count, by_data=True)
         terms.append(replace(merged, surplus=surplus))
     return terms
 
@@ -657,7 +658,7 @@ def _divisors_inside(node: Node) -> Iterator[Any]:
 
 #: Maximum number of means in one tensor that are each weighted by their own count.
 _ONE_BY_ONE = 16
-_BY_TABLE = "what is reduced over samples is divided by a tensor"
+_BY_TABLE = "a result that is reduced over samples is divided by a tensor"
 #: Operations that may permute elements without a change of shape.
 _REARRANGING = {"T", "Transpose", "Permute", "Index", "View", "UnsafeView", "ReshapeAlias"}
 

@@ -59,9 +59,13 @@ class OwnerUpdates(WholeUpdates):
         super().__init__(optimizer, **kwargs)
         if self._window_bytes is not None and not self.found.in_rounds:
             raise ValueError(
-                f"{type(optimizer).__name__} cannot step on a few parameters at a time, as offload to a folder has it:"
-                f" it {self.found.describe()}, and a step "
-                + ("is not tried where update_scope is set." if self.found.is_set else "depends on its calls.")
+                f"{type(optimizer).__name__} cannot step on a few parameters at a time, which offload to a folder"
+                f" requires: it {self.found.describe()}, and a step "
+                + (
+                    "in several calls is not tried if update_scope is set."
+                    if self.found.is_set
+                    else "in several calls gives a different result."
+                )
                 + " Use offload='cpu'."
             )
         self.round_bytes = round_mb * 2**20
@@ -140,8 +144,8 @@ class OwnerUpdates(WholeUpdates):
         loads, ranks = self._owners.loads, self.group.size()
         uneven = max(loads) * ranks / max(sum(loads), 1.0)
         return (
-            f"{type(self.optimizer).__name__} {self.found.describe()}: each by one of {ranks} ranks, which has its"
-            f" state; the busiest has {uneven:.2f} times the mean of the estimated cost"
+            f"{type(self.optimizer).__name__} {self.found.describe()}: each of {ranks} ranks updates some tensors"
+            f" and holds their state; the highest estimated cost of a rank is {uneven:.2f} times the mean"
         )
 
     @torch.no_grad()
@@ -172,7 +176,7 @@ class OwnerUpdates(WholeUpdates):
         leaving: PackedExchange | None = None
         for index, numbers in enumerate(rounds):
             if arriving is None:
-                raise RuntimeError("a round is fetched before it is updated")
+                raise RuntimeError("a round was not fetched before its update")
             values, grads = arriving.finish()
             arriving = self._fetch(rounds[index + 1]) if index + 1 < len(rounds) else None
             for batch, entries in self._batches(values):
@@ -225,7 +229,10 @@ class OwnerUpdates(WholeUpdates):
     def _owner(self, number: int) -> int:
         owner = self._owners.of(number)
         if owner is None:
-            raise RuntimeError(f"Parameter {number} has a gradient on another rank, and is not known here.")
+            raise RuntimeError(
+                f"Parameter {number} has a gradient on another rank, but no rank is assigned to update it. Give the"
+                " optimizer the same parameters on all ranks."
+            )
         return owner
 
     def _rounds(self, present: Sequence[int]) -> list[list[int]]:

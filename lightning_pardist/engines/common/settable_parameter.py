@@ -69,7 +69,7 @@ class ShardTensor(DTensor):
         if value.shape != self.shape:
             raise ValueError(
                 f"A tensor of shape {tuple(value.shape)} was assigned to .data of a sharded parameter of shape"
-                f" {tuple(self.shape)}. Parameters of which ranks hold parts keep their shapes during a run."
+                f" {tuple(self.shape)}. The shape of a sharded parameter cannot change during a run."
             )
         if type(value).__torch_function__ not in (
             torch.Tensor.__torch_function__,
@@ -134,8 +134,8 @@ class ShardParameter(ShardTensor):
 def _whole(parameter: Any) -> Tensor:
     if tensor_axis(parameter) is not None:
         raise RuntimeError(
-            f"A module is copied whose parameter of shape {tuple(parameter.shape)} is split over data and tensor ranks"
-            " by now, and the copy could not be called. Make the copy in __init__ or configure_model."
+            f"A module was copied after its parameter of shape {tuple(parameter.shape)} was sharded over data and"
+            " tensor ranks, so the copy could not be called. Make the copy in __init__ or configure_model."
         )
     whole = whole_over_data(parameter)
     return whole.clone()

@@ -38,7 +38,7 @@ Scope = Literal["elementwise", "per_tensor", "joint"]
 ScopeSetting = Literal["auto", "elementwise", "per_tensor", "joint"]
 
 _MEANINGS: dict[Scope, str] = {
-    "elementwise": "updates every element by itself",
+    "elementwise": "updates every element independently",
     "per_tensor": "updates one tensor at a time",
     "joint": "updates all tensors together",
 }
@@ -66,7 +66,8 @@ class FoundScope:
 
     def describe(self) -> str:
         """Return a description for the log."""
-        return f"{_MEANINGS[self.scope]} ({'as set' if self.is_set else 'found by a trial, update_scope sets it'})"
+        origin = "set by update_scope" if self.is_set else "found by a trial; update_scope overrides it"
+        return f"{_MEANINGS[self.scope]} ({origin})"
 
 
 _found: WeakKeyDictionary[Optimizer, dict[Form, FoundScope]] = WeakKeyDictionary()
@@ -127,9 +128,9 @@ def _tried(optimizer: Optimizer, form: Form) -> FoundScope:
         finally:
             if called():
                 raise ValueError(
-                    f"The step of {type(optimizer).__name__} talks to other ranks itself ({called()}), which may hold"
-                    " other parts and tensors than it expects. Use its single-device form: ranks share its work as"
-                    " update_scope says."
+                    f"The step of {type(optimizer).__name__} calls collectives ({called()}), but ranks may hold"
+                    " other shards and tensors than it expects. Use its single-device version: the strategy divides"
+                    " its work among ranks according to update_scope."
                 ) from None
 
 
@@ -145,13 +146,13 @@ def _tried_alone(optimizer: Optimizer, form: Form) -> FoundScope:
             stepped = _stepped(optimizer, start, grads)
             together = _values(stepped)
         except Exception as error:
-            reason = f"a step on small tensors failed ({type(error).__name__}: {error})"
+            reason = f"a trial step on small tensors failed ({type(error).__name__}: {error})"
             raise ValueError(_refusal(optimizer, reason)) from None
         if draws():
-            raise ValueError(_refusal(optimizer, "its step draws random numbers, and ranks would draw different ones"))
+            raise ValueError(_refusal(optimizer, "its step draws random numbers, which would differ between ranks"))
         if all(torch.equal(a, b) for a, b in zip(_flat(together), _flat(start), strict=True)):
             # For instance, the optimizer wraps another one and steps that.
-            raise ValueError(_refusal(optimizer, "a step on other parameters than its own changed nothing"))
+            raise ValueError(_refusal(optimizer, "a trial step on other parameters than its own changed nothing"))
         if not _same_alone(optimizer, start, grads, stepped):
             return FoundScope("joint")
         in_rounds = _agree(lambda: _stepped(optimizer, start, grads, rounds=True), together) is not None
@@ -280,9 +281,9 @@ def _same_random_state() -> Iterator[Callable[[], bool]]:
 
 def _refusal(optimizer: Optimizer, reason: str) -> str:
     return (
-        f"{type(optimizer).__name__} cannot be told to update elements, tensors or all of them together: {reason}."
-        " Use pardist_ddp, which keeps parameters and state whole, or an optimizer such as AdamW or SGD; or say what it"
-        " does by update_scope='per_tensor' or 'joint'."
+        f"Cannot determine whether {type(optimizer).__name__} updates elements, tensors or all tensors together:"
+        f" {reason}. Use pardist_ddp, which does not shard parameters and state, use an optimizer such as AdamW or"
+        " SGD, or set update_scope='per_tensor' or 'joint'."
     )
 
 
@@ -294,8 +295,9 @@ def steps_on_wholes(optimizer: Optimizer, *, form: Form, setting: ScopeSetting =
 def cannot_step_on_parts(optimizer: Optimizer, found: FoundScope) -> str:
     """Return the error message for an optimizer that would have to be elementwise, and is not."""
     return (
-        f"{type(optimizer).__name__} cannot step on parts of parameters: it {found.describe()}, and no group of ranks"
-        " is named that hold them whole. Name one, or use an elementwise optimizer such as AdamW or SGD."
+        f"{type(optimizer).__name__} cannot step on shards of parameters: it {found.describe()}, and no group of"
+        " ranks that together hold the full tensors is given. Pass one, or use an elementwise optimizer such as"
+        " AdamW or SGD."
     )
 
 

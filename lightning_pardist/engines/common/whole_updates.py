@@ -123,7 +123,9 @@ class WholeUpdates:
         after_step: Callable[[], None] | None = None,
     ) -> None:
         if group.size() > 1 and dist.get_backend(group) == "fake":
-            raise ValueError(f"{type(optimizer).__name__} {found.describe()}: that exchange is not planned for yet.")
+            raise ValueError(
+                f"{type(optimizer).__name__} {found.describe()}: plans do not support its exchange of tensors yet."
+            )
         self.optimizer = optimizer
         self.group = group
         self.rank = group.rank()
@@ -188,7 +190,7 @@ class WholeUpdates:
     def plan(self) -> OwnerPlan:
         """The plan of the boxes to send, as of the latest step."""
         if self._plan is None:
-            raise RuntimeError("The plan is made when a step begins.")
+            raise RuntimeError("There is no plan before the first step.")
         return self._plan
 
     # --- exchanges ------------------------------------------------------------------------------------------------
@@ -312,8 +314,8 @@ class WholeUpdates:
                 self.optimizer.state.pop(param, None)
             elif any(isinstance(value, DTensor) for value in self.optimizer.state.get(param, {}).values()):
                 raise ValueError(
-                    f"{type(self.optimizer).__name__} makes state of whole tensors in its constructor, where parameters"
-                    " are sharded already. Let it make state in its first step, as torch's optimizers do."
+                    f"{type(self.optimizer).__name__} creates state of full tensors in its constructor, but"
+                    " parameters are already sharded. Create state in the first step, as torch's optimizers do."
                 )
 
     def describe(self) -> str:

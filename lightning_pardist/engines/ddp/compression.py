@@ -36,8 +36,8 @@ class PowerSGD:
         if self.rank < 1 or self.start_step < 2 or self.min_compression_rate < 1:
             raise ValueError(
                 f"PowerSGD(rank={self.rank}, start_step={self.start_step},"
-                f" min_compression_rate={self.min_compression_rate}) needs rank >= 1, start_step >= 2 (the error"
-                " feedback has to know the buckets) and min_compression_rate >= 1."
+                f" min_compression_rate={self.min_compression_rate}) needs rank >= 1, start_step >= 2 (error"
+                " feedback needs the final buckets) and min_compression_rate >= 1."
             )
 
 

@@ -68,7 +68,10 @@ class GradientReducer:
         alone: bool = False,
     ) -> None:
         if bucket_size_mb <= 0 or first_bucket_size_mb <= 0:
-            raise ValueError(f"bucket_size_mb={bucket_size_mb} must be positive; 25 is a good start.")
+            raise ValueError(
+                f"bucket_size_mb={bucket_size_mb} and first_bucket_size_mb={first_bucket_size_mb} must be positive;"
+                " 25 and 1 are good values."
+            )
         self.module = module
         self.group = transport.group
         self.bucket_groups = bucket_groups or {}

@@ -62,15 +62,16 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
 def differing_values(names: list[str]) -> str:
     """Return the message about parameters that were set to different values on the ranks."""
     return (
-        f"The training step sets parameters by each rank's own samples ({', '.join(names)}), where one process"
-        " would set them by those of all. The first rank's values are taken, so that all ranks have the same."
-        " Combine what they are made from in the step, by self.all_gather(...)."
+        f"The training step sets parameters from each rank's own samples ({', '.join(names)}), but a single process"
+        " would set them from all samples. The first rank's values are used on all ranks. Combine the samples'"
+        " contributions over ranks in the step, for example with self.all_gather(...)."
     )
 
 
 def cast_parameter(name: str, before: torch.dtype, now: torch.dtype) -> str:
     """Return the message about a parameter whose dtype a step has changed (``layer.to(dtype)`` in ``forward``)."""
     return (
-        f"{name} is {before} and a step casts it to {now}: ranks have agreed on memory for its gradients by then. Keep"
-        " one dtype (another precision=, or float() of the layer's inputs alone), or use pardist_tp or pardist_pp."
+        f"{name} is {before} and a step casts it to {now}, after memory for its gradients was allocated on all"
+        " ranks. Keep one dtype (set another precision=, or cast only the layer's inputs), or use pardist_tp or"
+        " pardist_pp."
     )

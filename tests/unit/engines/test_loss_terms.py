@@ -357,7 +357,7 @@ def test_samples_that_are_added_up_by_class_are_found():
         (layer(x) - (sums / counts)[y]).square().mean(),
     ]
     for loss in (*by_class, (scattered / counts[:, 0]).sum()):
-        assert any("adds up samples by class" in each for each in couplings(loss, samples=8))
+        assert any("sums samples by class" in each for each in couplings(loss, samples=8))
     for loss in (sums.sum(), 0.1 * (sums * weights.of_classes).sum() + layer(x).mean()):
         assert not list(couplings(loss, samples=8))
 

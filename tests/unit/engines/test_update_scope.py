@@ -147,7 +147,7 @@ def test_counts_of_elements_are_no_estimates(form):
 
 
 def test_random_numbers_are_refused():
-    with pytest.raises(ValueError, match=r"Draws cannot be told .* draws random numbers"):
+    with pytest.raises(ValueError, match=r"Cannot determine whether Draws .* draws random numbers"):
         find_scope(Draws(_parameters()), form="dims")
 
 
@@ -187,7 +187,7 @@ class Averages(torch.optim.Optimizer):
 def test_a_step_that_talks_to_other_ranks_is_refused(kind, tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match=rf"{kind.__name__} talks to other ranks .* single-device form"):
+        with pytest.raises(ValueError, match=rf"{kind.__name__} calls collectives .* single-device version"):
             find_scope(kind(_parameters()), form="dims")
         # The trial has no side effects.
         dist.all_reduce(torch.ones(1))
