@@ -87,9 +87,9 @@ def _steps(candidate: str, module: Any, optimizer: Any, path: str) -> tuple[Call
         FolderState,
         fill_module,
         fill_optimizer,
+        full_slots,
         module_shards,
         optimizer_shards,
-        whole_slots,
     )
 
     names = {param: name for name, param in module.named_parameters()}
@@ -111,7 +111,7 @@ def _steps(candidate: str, module: Any, optimizer: Any, path: str) -> tuple[Call
 
     def save_sharded() -> Any:
         tensors, aliases, extra = module_shards(module.state_dict())
-        boxes, rest = optimizer_shards(0, optimizer, whole_slots(optimizer), names)
+        boxes, rest = optimizer_shards(0, optimizer, full_slots(optimizer), names)
         save = FolderSave({**tensors, **boxes}, path, aliases=aliases)
         save.plan(GroupCoordinator())
         state = {"state_dict": extra, "optimizer_states": [rest]}
@@ -133,7 +133,7 @@ def _steps(candidate: str, module: Any, optimizer: Any, path: str) -> tuple[Call
         dist.barrier()
         state = reader.trainer_state()
         fill_module(module, FolderState(reader, state["state_dict"]))
-        fill_optimizer(0, optimizer, whole_slots(optimizer), state["optimizer_states"][0], reader)
+        fill_optimizer(0, optimizer, full_slots(optimizer), state["optimizer_states"][0], reader)
 
     def load_full() -> None:
         if dist.get_rank() == 0:

@@ -285,8 +285,8 @@ def _measure(strategy: str, kinds: Sequence[str], options: Any, limit_s: float) 
     import torch
     import torch.distributed as dist
 
-    from lightning_pardist.engines.common.whole_updates import updates_of
-    from lightning_pardist.local_tensors import own_part
+    from lightning_pardist.engines.common.full_tensor_updates import updates_of
+    from lightning_pardist.local_tensors import local_shard
 
     before = _resident_mb()
     runs = [_Run(strategy, kind, options) for kind in kinds]
@@ -309,7 +309,7 @@ def _measure(strategy: str, kinds: Sequence[str], options: Any, limit_s: float) 
         updates = updates_of(run.optimizer)
         sent = torch.tensor(0.0 if updates is None else updates.sent_bytes / len(run.step_s) / 4 / psi)
         held = sum(
-            own_part(value).numel()
+            local_shard(value).numel()
             for state in run.optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)

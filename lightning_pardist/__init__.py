@@ -86,15 +86,15 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
 
 
-def _mend_torchvision() -> None:
+def _declare_torchvision_operators() -> None:
     from lightning_pardist.compat import torchvision
 
-    torchvision.mend()
+    torchvision.declare_operators()
 
 
 versions.require_supported()
 # Lightning imports torchmetrics, which imports torchvision.
-before_import("torchvision", _mend_torchvision)
+before_import("torchvision", _declare_torchvision_operators)
 registry.register()
 if asks_for_alias():
     alias_pytorch_lightning()

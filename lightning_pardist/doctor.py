@@ -34,7 +34,7 @@ from lightning_pardist.planner.words import sentence
 from lightning_pardist.registry import TABLE
 from lightning_pardist.runtime.environments.facts import Facts, gather_facts
 from lightning_pardist.runtime.environments.find import find
-from lightning_pardist.runtime.last_words import leave, say
+from lightning_pardist.runtime.process_exit import exit_now, write_stderr
 from lightning_pardist.runtime.process_group import init_process_group
 from lightning_pardist.runtime.rendezvous import RendezvousEndpoint, open_store
 from lightning_pardist.strategies.hybrid import HybridStrategy
@@ -127,7 +127,7 @@ class _Examination:
             if self._options.save is not None:
                 # The default on CPU is two ranks, because a single rank cannot measure a link.
                 ranks = max(self._options.devices or len(rank_devices()) or 2, 1)
-                _tell_of_measuring(ranks)
+                _announce_measurement(ranks)
                 try:
                     self._write(measure_alone(ranks, disk=self._options.disk))
                 except (OSError, RuntimeError) as error:
@@ -135,7 +135,7 @@ class _Examination:
                     return 1
             return 1 if facts.problems else 0
         try:
-            return self._with_others(self._meeting, unwritable)
+            return self._examine_with_peers(self._meeting, unwritable)
         except Exception as error:
             # Ranks may be unable to exchange results at this point, so every rank prints its own.
             problem = f"{type(error).__name__}: {sentence(error)}"
@@ -160,7 +160,7 @@ class _Examination:
             )
         return found
 
-    def _with_others(self, meeting: RendezvousEndpoint, unwritable: str) -> int:
+    def _examine_with_peers(self, meeting: RendezvousEndpoint, unwritable: str) -> int:
         rank, size = self._facts.rank, self._facts.world_size
         wait = timedelta(seconds=self._options.timeout_s)
         store = open_store(meeting, rank=rank, world_size=size, timeout=wait)
@@ -170,10 +170,10 @@ class _Examination:
         everyone, ports = [Facts(**facts) for facts, _, _ in answers], [port for _, port, _ in answers]
         if answers[0][2]:
             listener.close()
-            self._part(store)
+            self._wait_for_peers(store)
             return _refused(unwritable) if rank == 0 else 2
         skews = self._clock(store)
-        problems = self._reach(everyone, ports)
+        problems = self._probe_connections(everyone, ports)
         # Keep the port open until all ranks have tried to connect.
         store.set(f"doctor/problems/{rank}", json.dumps(problems))
         lists = [
@@ -188,12 +188,12 @@ class _Examination:
             measured = self._measure(meeting, store, [facts.host for facts in everyone])
         if rank == 0:
             _show(everyone, skews, measured, _compare(everyone, skews), problems, self._not_examined(alone=False))
-        self._part(store)
+        self._wait_for_peers(store)
         if dist.is_initialized():
             dist.destroy_process_group()
         return 1 if problems else 0
 
-    def _part(self, store: Store) -> None:
+    def _wait_for_peers(self, store: Store) -> None:
         """Wait on the first rank, which hosts the store and ends last, for the other ranks."""
         rank, size = self._facts.rank, self._facts.world_size
         store.add("doctor/done", 1)
@@ -225,7 +225,7 @@ class _Examination:
             skews[other] = float(store.get(f"doctor/skew/{other}"))
         return skews
 
-    def _reach(self, everyone: list[Facts], ports: list[int]) -> list[str]:
+    def _probe_connections(self, everyone: list[Facts], ports: list[int]) -> list[str]:
         """Try a plain connection to the next and the first rank, to detect firewalls that would cause a hang."""
         rank, size = self._facts.rank, self._facts.world_size
         found = []
@@ -271,7 +271,7 @@ class _Examination:
             found[axis] = (float(slowest[0]), -float(slowest[1]))
         if options.save is not None:
             if facts.rank == 0:
-                _tell_of_measuring(facts.world_size)
+                _announce_measurement(facts.world_size)
             profile = measure_rank(device, hosts=hosts, disk=options.disk)
             if facts.rank == 0:
                 self._write(profile)
@@ -302,7 +302,7 @@ def _refused(message: str) -> int:
     return 2
 
 
-def _tell_of_measuring(num_ranks: int) -> None:
+def _announce_measurement(num_ranks: int) -> None:
     print(f"Measuring devices and links on {num_ranks} rank(s), which takes about a minute.", flush=True)
 
 
@@ -428,8 +428,8 @@ def _ranks(ranks: list[int]) -> str:
 
 def _end_after(seconds: float) -> threading.Timer:
     def end() -> None:
-        say(f"error: no result within {seconds:.0f} s\ntraining could not start")
-        leave()
+        write_stderr(f"error: no result within {seconds:.0f} s\ntraining could not start")
+        exit_now()
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True

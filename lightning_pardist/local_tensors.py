@@ -18,12 +18,12 @@ from lightning_pardist.compat.dtensor import StridedShard, around, local_tensor_
 from lightning_pardist.mesh import EXPERT_AXIS, TENSOR_AXIS
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's local shard, sharing memory; a plain tensor is returned unchanged."""
     return local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def set_own_part(tensor: Tensor, part: Tensor) -> None:
+def set_local_shard(tensor: Tensor, part: Tensor) -> None:
     """Replace this rank's local shard of ``tensor`` by ``part``, which has the same shape."""
     if isinstance(tensor, DTensor):
         set_local_tensor(tensor, part)
@@ -31,7 +31,7 @@ def set_own_part(tensor: Tensor, part: Tensor) -> None:
         tensor.data = part
 
 
-def wrapped_like(part: Tensor, like: Tensor) -> Tensor:
+def wrap_like(part: Tensor, like: Tensor) -> Tensor:
     """Return ``part`` with the placement of ``like``: wrapped without a copy if that is a DTensor. Not collective."""
     if not isinstance(like, DTensor):
         return part
@@ -55,7 +55,7 @@ def is_over(tensor: Tensor, axis: str) -> bool:
     return isinstance(tensor, DTensor) and axis in (tensor.device_mesh.mesh_dim_names or ())
 
 
-def own_shape(tensor: Tensor) -> torch.Size:
+def tensor_shard_shape(tensor: Tensor) -> torch.Size:
     """Return the shape of this tensor rank's shard, full along all other axes; a plain tensor's own shape."""
     axis = tensor_axis(tensor)
     shape = list(tensor.shape)
@@ -64,7 +64,7 @@ def own_shape(tensor: Tensor) -> torch.Size:
     return torch.Size(shape)
 
 
-def tensor_part(whole: Tensor, like: Tensor) -> Tensor:
+def tensor_shard(whole: Tensor, like: Tensor) -> Tensor:
     """Return this tensor rank's shard of a full plain tensor; a view if the shard is contiguous along the dim.
 
     Args:
@@ -82,11 +82,11 @@ def tensor_part(whole: Tensor, like: Tensor) -> Tensor:
     return part
 
 
-def over_tensor_ranks(part: Tensor, like: Tensor) -> Tensor:
+def wrap_tensor_shard(part: Tensor, like: Tensor) -> Tensor:
     """Wrap this tensor rank's shard, full along all other axes, as a DTensor over the tensor ranks only.
 
     Args:
-        part: Tensor of shape :func:`own_shape`.
+        part: Tensor of shape :func:`tensor_shard_shape`.
         like: Tensor with the split over tensor ranks, and possibly others; if it is plain, ``part`` is returned
             unchanged.
     """
@@ -104,29 +104,29 @@ def sharded_axes(value: DTensor) -> list[int]:
     return [axis for axis, placement in axes if not placement.is_replicate() and axis != tensor_axis(value)]
 
 
-def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+def shard_like(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """Return this rank's local shard of a full tensor under ``like``'s placements, reading only that part of it.
 
     Args:
         whole: Tensor of the global shape, or this tensor rank's shard of it; may be memory-mapped.
         like: DTensor with the mesh and placements.
     """
-    if not isinstance(whole, DTensor) and whole.shape != own_shape(like):
-        whole = tensor_part(whole, like)
+    if not isinstance(whole, DTensor) and whole.shape != tensor_shard_shape(like):
+        whole = tensor_shard(whole, like)
     sharded = sharded_axes(like)
     if len(sharded) == 1 and isinstance(like.placements[sharded[0]], Shard | StridedShard):
-        whole = own_part(whole)
+        whole = local_shard(whole)
         dim = like.placements[sharded[0]].dim  # type: ignore[attr-defined]
         piece = -(-whole.size(dim) // like.device_mesh.size(sharded[0]))
         start = min(piece * like.device_mesh.get_local_rank(sharded[0]), whole.size(dim))
         return whole.narrow(dim, start, min(piece, whole.size(dim) - start))
     if not sharded and tensor_axis(like) is not None:
-        return own_part(whole)
+        return local_shard(whole)
     placed = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return placed.to_local()
 
 
-def whole_over_data(value: DTensor) -> Tensor:
+def gather_over_data(value: DTensor) -> Tensor:
     """Gather a tensor over its data axes, to a plain tensor or a DTensor over the tensor ranks. Collective over them.
 
     Avoids ``full_tensor()`` if possible: gloo does not support its collective on GPU tensors and ends the process.
@@ -137,16 +137,18 @@ def whole_over_data(value: DTensor) -> Tensor:
         return whole.detach()
     dim = value.placements[sharded[0]].dim  # type: ignore[attr-defined]
     group = value.device_mesh.get_group(sharded[0])
-    local = padded_part(value, dim, group.size())
+    local = padded_shard(value, dim, group.size())
     pieces = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather([as_bytes(piece) for piece in pieces], as_bytes(local), group=group)
-    return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).contiguous(), value)
+    return wrap_tensor_shard(
+        torch.cat(pieces, dim=dim).narrow(dim, 0, tensor_shard_shape(value)[dim]).contiguous(), value
+    )
 
 
-def padded_part(value: DTensor, dim: int, size: int) -> Tensor:
+def padded_shard(value: DTensor, dim: int, size: int) -> Tensor:
     """Return this rank's shard over ``size`` ranks along ``dim``, contiguous and padded to the first rank's size."""
-    local = own_part(value).detach()
-    shape = list(own_shape(value))
+    local = local_shard(value).detach()
+    shape = list(tensor_shard_shape(value))
     shape[dim] = -(-shape[dim] // size)
     if local.size(dim) == shape[dim] and local.is_contiguous():
         return local

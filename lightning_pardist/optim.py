@@ -160,5 +160,5 @@ def _traced(module: nn.Module, batch: Any, step: Callable[[nn.Module, Any], Any]
     def run_training_step() -> Any:
         return trial_run.run(module, "training_step", batch, trainer)
 
-    with trial_run.without_trace(module, trainer):
+    with trial_run.without_side_effects(module, trainer):
         return trace_operators(module, run_training_step if step is None else run)

@@ -46,11 +46,11 @@ class Samples(Protocol):
         """Return the first batch of each loader of a stage."""
         ...
 
-    def rehearsed(self) -> AbstractContextManager[None]:
+    def in_trial_run(self) -> AbstractContextManager[None]:
         """Return a context for a trial run that may set up loaders; sample batches are kept inside it."""
         ...
 
-    def put_back(self, loader: Any) -> Any:
+    def replay_consumed(self, loader: Any) -> Any:
         """Return a loader that yields the batches taken from it as samples first, then the rest."""
         ...
 
@@ -84,7 +84,7 @@ class RunContext:
         value_weights: Weights of the values logged by the latest training step of a pipeline, by name: a count, or None
             for a sum.
         loss_count: Weight of that step's loss: a count, or None for a sum; NaN if the loss graph determines it.
-        batches_of_own: In an evaluation of exact shares, returns the number of batches that this rank has of each
+        own_batch_counts: In an evaluation of exact shares, returns the number of batches that this rank has of each
             loader.
         found_once: Cache of findings about the module, by what they depend on, shared by ranks or runs with the same
             module and batches that are simulated in one process. None if there is only one.
@@ -117,13 +117,13 @@ class RunContext:
         self.stopping: int | None = None
         self.value_weights: dict[str, Tensor | float | None] = {}
         self.loss_count: float | None = math.nan
-        self.batches_of_own: Callable[[], list[int]] | None = None
+        self.own_batch_counts: Callable[[], list[int]] | None = None
         self.found_once: dict[Any, Any] | None = None
         self.is_plan = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without what is bound to process groups: a Trainer may be pickled as a whole."""
-        return self.__dict__ | {"data_engine": None, "batches_of_own": None, "batch_counts": None, "found_once": None}
+        return self.__dict__ | {"data_engine": None, "own_batch_counts": None, "batch_counts": None, "found_once": None}
 
     @property
     def dims(self) -> ParallelDims:
@@ -242,9 +242,9 @@ class RunContext:
         return [name for axis in self.axes for name in axis.divided_parameters]
 
     @property
-    def in_one_piece(self) -> list[str]:
-        """Names of modules that no other axis splits, see :attr:`ParallelAxis.in_one_piece`."""
-        return [name for axis in self.axes for name in axis.in_one_piece]
+    def unsplittable_modules(self) -> list[str]:
+        """Names of modules that no other axis splits, see :attr:`ParallelAxis.unsplittable_modules`."""
+        return [name for axis in self.axes for name in axis.unsplittable_modules]
 
     def agree_on_microbatches(self, count: int) -> int:
         """Return the number of micro-batches of a step, given this rank's maximum. Collective over some data ranks."""
@@ -253,9 +253,9 @@ class RunContext:
         return count
 
     @property
-    def runs_a_step(self) -> int:
+    def passes_per_step(self) -> int:
         """Number of forward and backward passes of the module per training step."""
-        return max(axis.runs_a_step for axis in self.axes)
+        return max(axis.passes_per_step for axis in self.axes)
 
     def plain(self, tree: Any) -> Any:
         """Convert values computed by a module to full plain tensors. Collective if an axis split any."""
@@ -304,7 +304,7 @@ class RunContext:
                 given, taken = (axis.plain(given), taken) if found is None else (found.given, found)
             with ExitStack() as around:
                 for axis in self.axes:
-                    around.enter_context(axis.on_wholes())
+                    around.enter_context(axis.on_full_tensors())
                 if taken is None:
                     return run(*given[0], **given[1])
                 if enter is not None:
@@ -364,8 +364,8 @@ class ParallelAxis:
         diverges: Whether its ranks train different models between two synchronizations, so that a checkpoint keeps the
             optimizers of each.
         in_lockstep: Whether all ranks take part in every step, so that none gets far ahead of the others.
-        ranks_apart: Number of the job's last ranks that do not train but run :meth:`serve`, each its own world.
-        workers_apart: Whether each training rank is its own world.
+        num_isolated_ranks: Number of the job's last ranks that do not train but run :meth:`serve`, each its own world.
+        isolated_workers: Whether each training rank is its own world.
         calls_may_differ: Whether ranks may call layers in different orders during an evaluation.
         calls_communicate: Whether layer calls run communication.
         context: Run state shared with the other axes.
@@ -380,8 +380,8 @@ class ParallelAxis:
     creates_values: ClassVar[bool] = False
     diverges: ClassVar[bool] = False
     in_lockstep: bool = True
-    ranks_apart: int = 0
-    workers_apart: bool = False
+    num_isolated_ranks: int = 0
+    isolated_workers: bool = False
     calls_may_differ: ClassVar[bool] = True
     calls_communicate: ClassVar[bool] = False
     context: RunContext
@@ -417,7 +417,7 @@ class ParallelAxis:
             ValueError: If a combination is unsupported; names the setting, what was found and the fix.
         """
 
-    def why_not_compiled(self, whole_step: bool) -> str:
+    def compile_refusal(self, whole_step: bool) -> str:
         """Return why modules cannot be compiled under this axis, as the end of a sentence; empty if they can.
 
         Args:
@@ -476,7 +476,7 @@ class ParallelAxis:
         return ()
 
     @property
-    def in_one_piece(self) -> Sequence[str]:
+    def unsplittable_modules(self) -> Sequence[str]:
         """Names of modules whose every call is collective over this axis; known after :meth:`observe`.
 
         No other axis splits them. All ranks call them in the same order and equally often.
@@ -502,7 +502,7 @@ class ParallelAxis:
         return None
 
     @property
-    def runs_a_step(self) -> int:
+    def passes_per_step(self) -> int:
         """Number of forward and backward passes of the module per training step."""
         return 1
 
@@ -531,10 +531,10 @@ class ParallelAxis:
         """Called when the Trainer's loop has ended, before :meth:`synchronize`. Collective over the world."""
 
     def serve(self) -> dict[str, Any] | None:
-        """Run instead of training on the last :attr:`ranks_apart` ranks, until the others have trained. Not collective.
+        """Run on the last :attr:`num_isolated_ranks` ranks while the others train. Not collective.
 
         Returns:
-            The outcome of their training, from :func:`~lightning_pardist.trainer.ranks_apart.outcome_of`.
+            The outcome of their training, from :func:`~lightning_pardist.trainer.isolated_ranks.outcome_of`.
         """
         return None
 
@@ -583,7 +583,7 @@ class ParallelAxis:
         """
         raise TypeError(f"The {self.name} axis has been given a part of a tensor, and splits none.")
 
-    def on_wholes(self) -> AbstractContextManager[None]:
+    def on_full_tensors(self) -> AbstractContextManager[None]:
         """Return a context for code that another axis runs on plain tensors: this axis splits none inside."""
         return nullcontext()
 
@@ -603,7 +603,7 @@ class ParallelAxis:
     def end_evaluation(self) -> None:
         """Called after this rank has evaluated all its batches and run the epoch's hooks."""
 
-    def settle_set_parameters(self) -> list[str]:
+    def sync_set_parameters(self) -> list[str]:
         """Restore consistency of sharded parameters that a training step has set to different values on ranks.
 
         The first rank's values are taken. Called after the first training step of a run, if the step's parameters are
@@ -629,7 +629,7 @@ class ParallelAxis:
         """
         return None
 
-    def copied_parameters(self) -> list[str]:
+    def replicated_parameters(self) -> list[str]:
         """Return names of parameters replicated on several ranks of this axis, which update their copies separately.
 
         The copies stay equal as long as their gradients are equal. Available after :meth:`transform`; the same names
@@ -683,7 +683,7 @@ class ParallelAxis:
         Called only if the number of ranks that see different samples is the one at the time of saving.
         """
 
-    def saved_loops(self, loops: dict[str, Any]) -> None:
+    def adjust_saved_loops(self, loops: dict[str, Any]) -> None:
         """Edit in place the saved state of the Trainer's loops, if it would not be valid on other ranks.
 
         Not collective.
@@ -716,9 +716,9 @@ class ParallelAxis:
         """Undo :meth:`ready`, before any axis is torn down. Not collective."""
 
     def teardown(self) -> None:
-        """Called at the end of the run, successful or not. Not collective, unless :meth:`ended_well`."""
+        """Called at the end of the run, successful or not. Not collective, unless :meth:`ended_normally`."""
 
-    def ended_well(self) -> bool:
+    def ended_normally(self) -> bool:
         """Return whether the run was not interrupted, so that collectives are still possible."""
         module = self.context.module
         if module is None or trainer_of(module) is None:
@@ -743,7 +743,7 @@ class DataParallelAxis(ParallelAxis):
         return False
 
     @property
-    def steps_on_parts(self) -> bool:
+    def steps_on_shards(self) -> bool:
         """Whether the engine makes optimizers step on this rank's part of each parameter."""
         return False
 
@@ -764,7 +764,7 @@ class DataParallelAxis(ParallelAxis):
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
         """Create the engine that synchronizes gradients over the data axis. Collective over the data axis."""
 
-    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def full_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Assemble the full state dict, at least on the first rank, from this rank's. Collective.
 
         Called if no axis splits the module.

@@ -9,12 +9,12 @@ from torch import nn
 from lightning_pardist.compat.modules import own_buffers, own_parameters
 
 
-def hold_to_host(module: nn.Module) -> None:
+def skip_meta_in_cpu(module: nn.Module) -> None:
     """Make the next ``module.cpu()``, called by Lightning, skip ``meta`` tensors, whose values other ranks hold."""
-    module.__dict__["cpu"] = partial(_held_to_host, module)
+    module.__dict__["cpu"] = partial(_cpu_except_meta, module)
 
 
-def _held_to_host(module: nn.Module) -> nn.Module:
+def _cpu_except_meta(module: nn.Module) -> nn.Module:
     module.__dict__.pop("cpu", None)
     for each in module.modules():
         for tensor in (*own_parameters(each).values(), *own_buffers(each).values()):

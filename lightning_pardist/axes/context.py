@@ -70,7 +70,7 @@ class ContextAxis(SharedBatchAxis):
         self._wrap_reports(module)
 
     @override
-    def on_wholes(self) -> AbstractContextManager[None]:
+    def on_full_tensors(self) -> AbstractContextManager[None]:
         runtime = self.runtime
         if not isinstance(runtime, ContextRuntime):
             return nullcontext()
@@ -102,14 +102,14 @@ class ContextAxis(SharedBatchAxis):
         if isinstance(self.runtime, ContextRuntime) and not self._told:
             # With manual optimization the step has not returned yet.
             self._seen = self._seen or self.runtime.summary()
-            self._tell(self.runtime.group.size)
+            self._log_sharding(self.runtime.group.size)
 
     @override
     def agree_on_counts(self, counts: Tensor) -> Tensor:
         # MAX: a rank whose part of a mask is empty may take a count of one for a clamped count of zero.
         return counts if self.runtime is None else self.runtime.group.all_reduce_(counts, dist.ReduceOp.MAX)
 
-    def _tell(self, size: int) -> None:
+    def _log_sharding(self, size: int) -> None:
         """Log what the first step has split. Collective over the pipeline.
 
         Raises:

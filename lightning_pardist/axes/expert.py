@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis
-from lightning_pardist.axes.broken_off import hold_to_host
+from lightning_pardist.axes.broken_off import skip_meta_in_cpu
 from lightning_pardist.axes.fsdp import FSDPAxis
 from lightning_pardist.axes.refusals import refuse_callbacks, refuse_pruning
-from lightning_pardist.axes.together import raise_together
+from lightning_pardist.axes.together import raise_on_all_ranks
 from lightning_pardist.axes.zero import ZeroAxis
 from lightning_pardist.checkpoint.tensors import shared_entries
 from lightning_pardist.compat.fsdp2 import is_sharded
+from lightning_pardist.engines.common.full_tensor_updates import updates_of
 from lightning_pardist.engines.common.meta_init import on_meta
 from lightning_pardist.engines.common.update_scope import has_parameters
-from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.experts import (
     ExpertLayer,
     ExpertRuntime,
@@ -40,7 +40,7 @@ from lightning_pardist.engines.experts.trial import DISPATCHES, Choice, Dispatch
 from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
 from lightning_pardist.engines.pipeline.placement import replace_in
 from lightning_pardist.engines.tensor.tensor_optimizer import detach
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 from lightning_pardist.mesh import (
     EXPERT_AXES,
     EXPERT_GRADIENT_AXES,
@@ -116,7 +116,7 @@ class ExpertAxis(ParallelAxis):
         return self.expert_parallel_size != 1 and dims.size(*EXPERT_AXES) > 1
 
     @override
-    def why_not_compiled(self, whole_step: bool) -> str:
+    def compile_refusal(self, whole_step: bool) -> str:
         return (
             "replaces the forward of experts by exchanges between ranks, which has not been tried under a compiler."
             " Leave compile out, or use pardist_zero3"
@@ -137,10 +137,10 @@ class ExpertAxis(ParallelAxis):
                 f"gradient_compression is not available with expert_parallel_size={size}, where"
                 " gradients of experts are summed over other ranks than the rest. Leave it out."
             )
-        codes = context.data_axis.codes if isinstance(context.data_axis, ZeroAxis | FSDPAxis) else None
-        if codes is not None and (codes.gather is not None or codes.reduce is not None):
+        compression = context.data_axis.compression if isinstance(context.data_axis, ZeroAxis | FSDPAxis) else None
+        if compression is not None and (compression.gather is not None or compression.reduce is not None):
             raise ValueError(
-                f"gather={codes.gather!r} and reduce={codes.reduce!r} are not available with"
+                f"gather={compression.gather!r} and reduce={compression.reduce!r} are not available with"
                 f" expert_parallel_size={size} yet. Leave them out."
             )
         module = context.module
@@ -165,7 +165,7 @@ class ExpertAxis(ParallelAxis):
         )
         if self.held is not None:
             # Experts are still distributed after a run that failed on every rank: this run starts from full parameters.
-            self._become_whole()
+            self._restore_full_module()
 
     # --- the module ---------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class ExpertAxis(ParallelAxis):
 
     @property
     @override
-    def in_one_piece(self) -> Sequence[str]:
+    def unsplittable_modules(self) -> Sequence[str]:
         layers = self._planned[0] if self.runtime is None else self.runtime.layers
         return [layer.runner for layer in layers]
 
@@ -244,7 +244,7 @@ class ExpertAxis(ParallelAxis):
         if self.held is not None:
             self.held.forget_missing()
         if isinstance(data, FSDPAxis) and runtime is not None:
-            first = data.sharded.join_beside(len(runtime.layers), runtime.answer)
+            first = data.sharded.reserve_external_indices(len(runtime.layers), runtime.join_collective)
             runtime.share(data.sharded.sequencer, first)
 
     def find_plan(
@@ -259,10 +259,10 @@ class ExpertAxis(ParallelAxis):
         choices: list[Choice] = []
         failure = None
         try:
-            layers, choices = self._find_here(trainer, module, size=size)
+            layers, choices = self._find_plan_locally(trainer, module, size=size)
         except Exception as error:
             failure = error
-        raise_together(failure)
+        raise_on_all_ranks(failure)
         # Layers and choices may depend on a rank's batch: all ranks use the first rank's.
         names = self.context.broadcast([(layer.name, choice) for layer, choice in zip(layers, choices, strict=True)])
         here, first = [layer.name for layer in layers], [each for each, _ in names]
@@ -271,10 +271,10 @@ class ExpertAxis(ParallelAxis):
                 f"The first batches of the ranks use different layers of experts: {here} on this rank, {first} on"
                 " the first rank. Set experts to the layers that every batch uses."
             )
-        raise_together(failure)
+        raise_on_all_ranks(failure)
         return layers, [choice for _, choice in names]
 
-    def _find_here(
+    def _find_plan_locally(
         self, trainer: pl.Trainer, module: pl.LightningModule, *, size: int
     ) -> tuple[list[ExpertLayer], list[Choice]]:
         name = trial_run.step_name(trainer)
@@ -284,7 +284,7 @@ class ExpertAxis(ParallelAxis):
             raise ValueError(
                 f"{self.context.name} runs {name} once before it starts, and has no batch for it: {problem}."
             ) from problem
-        with trial_run.without_trace(module, trainer), self.context.samples.rehearsed():
+        with trial_run.without_side_effects(module, trainer), self.context.samples.in_trial_run():
 
             def step() -> Any:
                 return trial_run.run(module, name, batch, trainer)
@@ -311,7 +311,7 @@ class ExpertAxis(ParallelAxis):
 
     @override
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
-        if self.context.data_axis.steps_on_parts:
+        if self.context.data_axis.steps_on_shards:
             return
         for optimizer in optimizers:
             if self._has_experts(optimizer):
@@ -322,7 +322,7 @@ class ExpertAxis(ParallelAxis):
         if held is None or not has_parameters(optimizer):
             return False
         # Including experts of other ranks, so that the result is equal on all ranks: what follows is collective.
-        return any(held.knows(param) for group in optimizer.param_groups for param in group["params"])
+        return any(held.is_expert_parameter(param) for group in optimizer.param_groups for param in group["params"])
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -376,7 +376,7 @@ class ExpertAxis(ParallelAxis):
     @override
     def before_collective(self) -> None:
         if self.runtime is not None:
-            self.runtime.meet()
+            self.runtime.join_until_all()
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -402,14 +402,14 @@ class ExpertAxis(ParallelAxis):
             return value
         if not isinstance(value, Tensor) or value.shape != param.shape:
             return value
-        return own_part(self.held.part(value, param))
+        return local_shard(self.held.part(value, param))
 
     # --- description and teardown -------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:
         lines = [] if self.runtime is None else [self.runtime.describe()]
-        lines += [f"Experts {layer.name} stay whole on every rank: {layer.why_whole}." for layer in self._left]
+        lines += [f"Experts {layer.name} stay whole on every rank: {layer.unsplit_reason}." for layer in self._left]
         return "\n".join(lines)
 
     @override
@@ -417,12 +417,12 @@ class ExpertAxis(ParallelAxis):
         if self.runtime is not None:
             self.runtime.remove()
             self.runtime = None
-        if self.ended_well():
-            self._become_whole()
+        if self.ended_normally():
+            self._restore_full_module()
         elif self.held is not None and self.context.module is not None:
-            hold_to_host(self.context.module)
+            skip_meta_in_cpu(self.context.module)
 
-    def _become_whole(self) -> None:
+    def _restore_full_module(self) -> None:
         if self.runtime is not None:
             self.runtime.remove()
             self.runtime = None
@@ -430,7 +430,7 @@ class ExpertAxis(ParallelAxis):
         if held is not None:
             replaced = held.restore()
             stand_ins = {old: new for old, new in replaced.items() if old.is_meta}
-            if not self.context.data_axis.steps_on_parts:
+            if not self.context.data_axis.steps_on_shards:
                 for optimizer in self.context.optimizers:
                     detach(optimizer)
             replace_in(self.context.optimizers, stand_ins)
@@ -479,7 +479,7 @@ def _check_chosen(layers: Sequence[ExpertLayer], left: Sequence[ExpertLayer], pa
         if any(fnmatchcase(name, pattern) for layer in layers for name in (layer.name, *layer.lists)):
             continue
         why = [
-            f"{each.name!r} has to stay whole, since {each.why_whole}"
+            f"{each.name!r} has to stay whole, since {each.unsplit_reason}"
             for each in left
             if fnmatchcase(each.name, pattern)
         ]

@@ -29,7 +29,7 @@ def warn_of_different_batches(who: str) -> None:
     )
 
 
-def of_first_rank(value: Any, *, group: dist.ProcessGroup, device: torch.device) -> Any:
+def broadcast_batch(value: Any, *, group: dist.ProcessGroup, device: torch.device) -> Any:
     """Broadcast the first rank's value, with its tensors moved to this rank's device. Collective over ``group``.
 
     Args:
@@ -47,7 +47,7 @@ def of_first_rank(value: Any, *, group: dist.ProcessGroup, device: torch.device)
         try:
             box = [pickle.dumps(value), on_host, None]
         except Exception:
-            box[2] = _not_pickled(value)
+            box[2] = _unpicklable_reason(value)
     dist.broadcast_object_list(box, group_src=0, group=group)
     sent, on_host, unsent = box
     if unsent is not None:
@@ -61,13 +61,13 @@ def of_first_rank(value: Any, *, group: dist.ProcessGroup, device: torch.device)
     return map_leaves(lambda leaf: leaf if not isinstance(leaf, Tensor) or next(stays) else leaf.to(device), found)
 
 
-def _not_pickled(value: Any, path: str = "") -> str | None:
+def _unpicklable_reason(value: Any, path: str = "") -> str | None:
     """Return the innermost part of a batch that cannot be pickled, and why; None if all of it can."""
     try:
         pickle.dumps(value)
     except Exception as error:
         parts = ((f"{path}.{name}".removeprefix("."), child) for name, child in named_children(value) or ())
-        inside = (_not_pickled(child, name) for name, child in parts)
+        inside = (_unpicklable_reason(child, name) for name, child in parts)
         # Without the leading indices, which locate the batch among the arguments.
         where = f"{re.sub('^([0-9]+[.])+', '', path) or 'it'} ({type(value).__name__})"
         return next((found for found in inside if found), f"{where}: {error}")

@@ -24,7 +24,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_pardist.axes.base import DataParallelAxis
-from lightning_pardist.axes.codes_setting import CodesSetting
+from lightning_pardist.axes.compression_setting import CompressionSetting
 from lightning_pardist.axes.module_copies import copies_of
 from lightning_pardist.axes.offload_setting import OffloadSetting
 from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_callbacks, refuse_pruning
@@ -32,14 +32,14 @@ from lightning_pardist.axes.routed_lists import find_callers
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.lightning_functions import half_dtype, move_torchmetrics_to_device, update_device
 from lightning_pardist.compat.modules import own_buffers
-from lightning_pardist.engines.common.block_codes import Compression
-from lightning_pardist.engines.common.coded_exchange import Remainders
+from lightning_pardist.engines.common.block_quantization import Compression
 from lightning_pardist.engines.common.meta_init import InitFunction, on_meta
+from lightning_pardist.engines.common.quantized_exchange import ErrorFeedback
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.ddp.set_parameters import differing_values
 from lightning_pardist.engines.ddp.sparse import sparse_parameters
 from lightning_pardist.engines.fsdp import FullySharded, ShardedDataEngine, find_fsdp_units, shard
-from lightning_pardist.engines.fsdp.comm import UnitCodes
+from lightning_pardist.engines.fsdp.comm import UnitCompression
 from lightning_pardist.engines.fsdp.fsdp_units import MIN_UNIT_BYTES, UnitPolicy
 from lightning_pardist.engines.fsdp.full_state import full_state, gather_to, load_full_state
 from lightning_pardist.engines.fsdp.fully_sharded import Accumulate
@@ -108,7 +108,7 @@ class FSDPAxis(DataParallelAxis):
         self.init = init
         self.unshard_after_fit_max_mb = unshard_after_fit_max_mb
         self.offload = OffloadSetting(offload, offload_window_mb)
-        self.codes = CodesSetting(gather, reduce, error_feedback)
+        self.compression = CompressionSetting(gather, reduce, error_feedback)
         if tile_linear_above_mb is not None and (gather or reduce):
             raise ValueError(
                 f"gather={gather!r} and reduce={reduce!r} do not support layers in tiles, which are sent"
@@ -141,7 +141,7 @@ class FSDPAxis(DataParallelAxis):
     @override
     def check(self, trainer: pl.Trainer) -> None:
         self.offload.check(trainer, is_plan=self.context.is_plan)
-        self.codes.check(self.context)
+        self.compression.check(self.context)
         refuse_pruning(trainer)
         refuse_averages_in_shards(trainer, self.context)
         if on_meta(trainer.lightning_module):
@@ -157,17 +157,17 @@ class FSDPAxis(DataParallelAxis):
     @property
     @override
     def broadcasts(self) -> bool:
-        return not self._runs_whole_first
+        return not self._has_unsharded_trial
 
     @property
     @override
-    def steps_on_parts(self) -> bool:
+    def steps_on_shards(self) -> bool:
         return True
 
     @override
     def convert_precision(self, module: pl.LightningModule) -> None:
         plugin = self.context.precision
-        if not isinstance(plugin, HalfPrecision) or self._runs_whole_first:
+        if not isinstance(plugin, HalfPrecision) or self._has_unsharded_trial:
             super().convert_precision(module)
             return
         # The optimizer updates fp32 shards; gathered parameters are in half precision.
@@ -180,11 +180,11 @@ class FSDPAxis(DataParallelAxis):
     @override
     def to_device(self, module: nn.Module) -> None:
         """Move the module only if it runs before it is sharded; else units move one by one when they are sharded."""
-        if self._runs_whole_first:
+        if self._has_unsharded_trial:
             super().to_device(module)
 
     @property
-    def _runs_whole_first(self) -> bool:
+    def _has_unsharded_trial(self) -> bool:
         """Whether the unsharded module is run for trial before sharding, with the first rank's values."""
         return self.context.dims.pipeline_parallel * self.context.expert_ranks > 1
 
@@ -199,7 +199,7 @@ class FSDPAxis(DataParallelAxis):
 
     @property
     @override
-    def in_one_piece(self) -> Sequence[str]:
+    def unsplittable_modules(self) -> Sequence[str]:
         return self._callers
 
     @property
@@ -243,13 +243,13 @@ class FSDPAxis(DataParallelAxis):
         for sharded in before.values():
             sharded.reset()
         self._copies = [before.get(copied) or self._shard(copied, is_copy=True) for copied in copies]
-        self._sharded.when_differing(lambda names: rank_zero_warn(differing_values(names)))
+        self._sharded.on_differing_writes(lambda names: rank_zero_warn(differing_values(names)))
         device = self.context.device
         move_torchmetrics_to_device(module, device)
         update_device(module, device=device)
-        self._meet_before_metrics(module)
+        self._sync_before_metrics(module)
 
-    def _meet_before_metrics(self, module: nn.Module) -> None:
+    def _sync_before_metrics(self, module: nn.Module) -> None:
         """Synchronize units before metrics gather their states: other ranks may still need this rank's shards."""
         for metric in module.modules():
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
@@ -262,18 +262,18 @@ class FSDPAxis(DataParallelAxis):
         return gathered
 
     @property
-    def _shards_rest_on_host(self) -> bool:
+    def _shards_stay_on_host(self) -> bool:
         return self.offload.settings is not None and self.context.device.type != "cpu"
 
     def _shard(self, module: nn.Module, *, is_copy: bool = False) -> FullySharded:
         plugin = self.context.precision
         policy = self.mp_policy
-        if policy is None and isinstance(plugin, HalfPrecision) and not self._runs_whole_first:
+        if policy is None and isinstance(plugin, HalfPrecision) and not self._has_unsharded_trial:
             policy = MixedPrecisionPolicy(param_dtype=half_dtype(plugin), reduce_dtype=torch.float32)
         tile_bytes = None if self.tile_linear_above_mb is None else self.tile_linear_above_mb * _MIB
         tiled = {} if tile_bytes is None else find_tiled(module, tile_bytes)
         # Parameters that other ranks hold, and those that another axis shards itself.
-        elsewhere = {param for param in module.parameters() if param.is_meta} if self._runs_whole_first else set()
+        elsewhere = {param for param in module.parameters() if param.is_meta} if self._has_unsharded_trial else set()
         elsewhere |= set(self.context.narrower_groups(module))
         boundaries = self.context.boundaries
         if is_copy and boundaries is not None:
@@ -294,23 +294,26 @@ class FSDPAxis(DataParallelAxis):
             tile_above_bytes=tile_bytes,
             reshard_after_forward=self.reshard_after_forward,
             mp_policy=policy,
-            offload_policy=CPUOffloadPolicy() if self._shards_rest_on_host else None,
+            offload_policy=CPUOffloadPolicy() if self._shards_stay_on_host else None,
             init=self.init,
             ignored=elsewhere,
             boundaries=boundaries,
             sync_values=is_copy or self.broadcasts,
             allow_divergent_forward=self.allow_divergent_forward,
             detect_direct_param_use=self.detect_direct_param_use,
-            codes=UnitCodes(
-                self.codes.gather, self.codes.reduce, Remainders() if self.codes.error_feedback else None, exact=is_copy
+            compression=UnitCompression(
+                self.compression.gather,
+                self.compression.reduce,
+                ErrorFeedback() if self.compression.error_feedback else None,
+                exact=is_copy,
             ),
         )
 
     @override
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
-        self.codes.check_copies(self.context)
+        self.compression.check_copies(self.context)
         for name in ("toggle_optimizer", "untoggle_optimizer"):
-            module.__dict__[name] = self._followed(getattr(module, name))
+            module.__dict__[name] = self._with_requires_grad_sync(getattr(module, name))
         return ShardedDataEngine(
             self.sharded,
             optimizers,
@@ -334,11 +337,11 @@ class FSDPAxis(DataParallelAxis):
         return self._sharded
 
     @property
-    def _all(self) -> list[FullySharded]:
+    def _all_sharded(self) -> list[FullySharded]:
         """The sharded module, and the sharded copies of it that callbacks hold."""
         return self._copies if self._sharded is None else [self._sharded, *self._copies]
 
-    def _followed(self, toggle: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+    def _with_requires_grad_sync(self, toggle: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
         """Wrap ``toggle``: copy ``requires_grad``, which it sets on the optimizers' shards, to gathered parameters."""
 
         def followed(optimizer: Optimizer) -> None:
@@ -354,42 +357,42 @@ class FSDPAxis(DataParallelAxis):
         result = self.sharded.run(step, *args, **kwargs)
         module = self.context.module
         if module is not None and not module.automatic_optimization:
-            self.sharded.rest()
+            self.sharded.reshard_all()
         return result
 
     @override
     def before_collective(self) -> None:
-        for sharded in self._all:
-            sharded.meet()
+        for sharded in self._all_sharded:
+            sharded.join_until_all()
 
     @override
-    def settle_set_parameters(self) -> list[str]:
+    def sync_set_parameters(self) -> list[str]:
         return self.sharded.settle_written()
 
     @override
     def start_evaluation(self) -> None:
-        for sharded in self._all:
-            sharded.codes.exact = True
+        for sharded in self._all_sharded:
+            sharded.compression.exact = True
         # Ranks may have different numbers of batches, and one rank may run the module alone at the end of the epoch.
-        for sharded in self._all:
+        for sharded in self._all_sharded:
             self._evaluating.enter_context(sharded.uneven())
 
     @override
     def end_evaluation(self) -> None:
         self._evaluating.close()
         if self._sharded is not None:
-            self._sharded.codes.exact = False
+            self._sharded.compression.exact = False
 
     @override
     def synchronize(self, *, evaluation: bool = False) -> None:
         """Clear the gradients' compression error, which checkpoints do not keep; not before evaluation."""
-        if self._sharded is not None and self._sharded.codes.remainders is not None and not evaluation:
-            self._sharded.codes.remainders.clear()
+        if self._sharded is not None and self._sharded.compression.error_feedback is not None and not evaluation:
+            self._sharded.compression.error_feedback.clear()
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     @override
-    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def full_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return full tensors in host memory on the first rank, and their names only on other ranks. Collective."""
         sharded = self._sharded
         return state if sharded is None else OrderedDict(full_state(sharded.module, sharded.writer, sharded.shards()))
@@ -422,8 +425,8 @@ class FSDPAxis(DataParallelAxis):
         if self._sharded is None:
             return ""
         together = "".join(f"\nExperts of {name}: gathered with it, all of them." for name in self._callers)
-        plan = "\n".join(filter(None, [str(self._sharded) + together, self.codes.describe()]))
-        runs = self.context.runs_a_step
+        plan = "\n".join(filter(None, [str(self._sharded) + together, self.compression.describe()]))
+        runs = self.context.passes_per_step
         if runs == 1:
             return plan
         sent = self._sharded.sent_bytes(runs, self.accumulate) / 1e6
@@ -451,15 +454,15 @@ class FSDPAxis(DataParallelAxis):
         # A single rank can always unshard, and must: shards cannot be accessed once its process group is destroyed.
         alone = self.context.distributed.world_size == 1
         if self._sharded is not None and (
-            alone or (self.ended_well() and (self._runs_whole_first or self._is_small(module)))
+            alone or (self.ended_normally() and (self._has_unsharded_trial or self._is_small(module)))
         ):
-            for sharded in self._all:
+            for sharded in self._all_sharded:
                 sharded.unshard_module()
             self._sharded = None
             self._copies = []
-        elif not self.ended_well():
+        elif not self.ended_normally():
             # Lightning moves the module to the CPU next, which torch supports for sharded parameters only.
-            for sharded in self._all:
+            for sharded in self._all_sharded:
                 sharded.abandon()
 
     def _is_small(self, module: nn.Module) -> bool:

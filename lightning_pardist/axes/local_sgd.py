@@ -16,9 +16,9 @@ from typing_extensions import override
 from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.refusals import refuse_callbacks
 from lightning_pardist.checkpoint.chunks import Shards
-from lightning_pardist.checkpoint.tensors import copy_whole, shards_like
-from lightning_pardist.engines.common.block_codes import Compression
-from lightning_pardist.engines.ddp.buffers import average_tensors, tensors_of_nobody
+from lightning_pardist.checkpoint.tensors import copy_from_full, shards_like
+from lightning_pardist.engines.common.block_quantization import Compression
+from lightning_pardist.engines.ddp.buffers import average_tensors, tensors_without_optimizer
 from lightning_pardist.engines.outer_fragments import OuterFragment, fragments_of
 from lightning_pardist.engines.outer_optimizer import OuterOptimizer
 from lightning_pardist.mesh import Degree, ParallelDims
@@ -220,7 +220,7 @@ class LocalSGDAxis(ParallelAxis):
                 first = False
             if starts:
                 if index == 0:
-                    self._average_the_rest(optimizer)
+                    self._average_remaining(optimizer)
                 fragment.start()
             if age == delay // 2:
                 fragment.turn()
@@ -234,13 +234,13 @@ class LocalSGDAxis(ParallelAxis):
         The remaining compression error is synchronized later, in full precision, for example before a checkpoint.
         """
         self.context.before_collective()
-        self._average_the_rest(optimizer)
+        self._average_remaining(optimizer)
         for fragment in self._fragments[optimizer]:
             fragment.start()
             fragment.finish()
 
     @torch.no_grad()
-    def _average_the_rest(self, optimizer: Optimizer) -> None:
+    def _average_remaining(self, optimizer: Optimizer) -> None:
         """Average buffers, and parameters that the outer optimizer does not step. Collective over the outer axis."""
         outer = self._outer
         average_tensors(
@@ -252,7 +252,7 @@ class LocalSGDAxis(ParallelAxis):
         self._steps[optimizer] = 0
         self.context.before_collective()
         if self._streams:
-            self._average_the_rest(optimizer)
+            self._average_remaining(optimizer)
             for fragment in self._fragments[optimizer]:
                 fragment.meet_exactly()
             return
@@ -270,7 +270,7 @@ class LocalSGDAxis(ParallelAxis):
         mine = set(_params(optimizer))
         if optimizer is optimizers[0]:
             mine -= others
-            yield from tensors_of_nobody(module, optimizers)
+            yield from tensors_without_optimizer(module, optimizers)
         yield from (param for param in module.parameters() if param in mine and _is_averaged(param))
 
     @torch.no_grad()
@@ -317,7 +317,7 @@ class LocalSGDAxis(ParallelAxis):
         for name, param, momentum in self._momenta():
             whole = saved(f"momentum.{name}")
             if whole is not None:
-                copy_whole(whole, shards_like(param, momentum))
+                copy_from_full(whole, shards_like(param, momentum))
 
     def _momenta(self) -> list[tuple[str, nn.Parameter, Tensor]]:
         """Return name, parameter and this rank's momentum of each parameter that has an outer momentum."""

@@ -24,16 +24,16 @@ from typing_extensions import override
 from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.refusals import refuse_callbacks, refuse_renormalized
 from lightning_pardist.compat.lightning_loops import layer_sync, logged_in_validation, saves_by_time
-from lightning_pardist.engines.ddp.buffers import average_tensors, tensors_of_nobody
+from lightning_pardist.engines.ddp.buffers import average_tensors, tensors_without_optimizer
 from lightning_pardist.engines.servers import Roles, ServedUpdates, Worker, serve
-from lightning_pardist.engines.servers.server import ANYWHERE, Place, Purpose
+from lightning_pardist.engines.servers.server import ANY_MEETING, MeetingKey, Purpose
 from lightning_pardist.engines.servers.update_log import next_run
 from lightning_pardist.mesh import Degree, ParallelDims
 from lightning_pardist.settings import positive
+from lightning_pardist.trainer.isolated_ranks import outcome_of
 from lightning_pardist.trainer.layer_sync import converts
-from lightning_pardist.trainer.ranks_apart import outcome_of
 from lightning_pardist.trainer.shared_epochs import SharedEpochs
-from lightning_pardist.trainer.uneven_inputs import leaving_no_trace
+from lightning_pardist.trainer.uneven_inputs import discarding_side_effects
 
 #: Effect of the loss of a worker: end the job, report it, or share its batches among the other workers.
 LostWorkers = Literal["end", "report", "share"]
@@ -83,9 +83,9 @@ class ParameterServerAxis(ParallelAxis):
         if num_servers is not None:
             num_servers = int(positive("num_servers", num_servers, "Set how many ranks serve, or None for all."))
         self.max_staleness, self.num_servers = max_staleness, num_servers
-        self.ranks_apart = self.dedicated_servers = dedicated_servers
+        self.num_isolated_ranks = self.dedicated_servers = dedicated_servers
         self.in_lockstep = max_staleness == 0
-        self.workers_apart, self._shares = lost_workers != "end", lost_workers == "share"
+        self.isolated_workers, self._shares = lost_workers != "end", lost_workers == "share"
         self.update_log = update_log
         self._log_to: Path | None = None
         self._worker: Worker | None = None
@@ -129,9 +129,9 @@ class ParameterServerAxis(ParallelAxis):
         """Worker and server ranks. Collective over the job, the first time."""
         distributed, ranks = self.context.distributed, self.context.dims.world_size
         if not self.dedicated_servers:
-            return Roles.beside_work(ranks, self.num_servers or ranks)
+            return Roles.colocated(ranks, self.num_servers or ranks)
         workers = distributed.messages(_WHILE_THEY_LIVE).size() - self.dedicated_servers
-        return Roles.dedicated(workers, self.dedicated_servers, may_go=self.workers_apart)
+        return Roles.dedicated(workers, self.dedicated_servers, may_be_lost=self.isolated_workers)
 
     @override
     def check(self, trainer: pl.Trainer) -> None:
@@ -149,7 +149,7 @@ class ParameterServerAxis(ParallelAxis):
         refuse_renormalized(
             trainer.lightning_module, name, fix="leave the rows unscaled, or use pardist_ps without dedicated_servers"
         )
-        if self.workers_apart:
+        if self.isolated_workers:
             _refuse_times(trainer, name)
         if self.in_lockstep:
             return
@@ -168,12 +168,12 @@ class ParameterServerAxis(ParallelAxis):
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
         _refuse_shared(optimizers, self.context.name)
         rank, roles = self.context.distributed.global_rank, self._roles
-        self._is_awaited = self.dedicated_servers > 0 and not self.context.distributed.is_apart
+        self._is_awaited = self.dedicated_servers > 0 and not self.context.distributed.is_isolated
         ways: dict[str, Any] = {"group": self.context.batch_group, "setting": self.context.update_scope}
         self._updates = [ServedUpdates(optimizer, roles=roles, rank=rank, **ways) for optimizer in optimizers]
-        if self.update_log is not None and not self.context.distributed.is_apart:
+        if self.update_log is not None and not self.context.distributed.is_isolated:
             self._log_to = self.context.broadcast(next_run(self.update_log))
-        if self._shares and not self.context.distributed.is_apart:
+        if self._shares and not self.context.distributed.is_isolated:
             self._share_epochs(trainer)
 
     def _share_epochs(self, trainer: pl.Trainer) -> None:
@@ -183,7 +183,7 @@ class ParameterServerAxis(ParallelAxis):
             self.context.name,
             workers=range(distributed.worlds),
             rank=distributed.global_rank,
-            meet=self._meet_for_shares,
+            meet=self._sync_epoch_shares,
         )
         self._shared.attach()
         self.context.batch_counts = partial(getattr, self._shared, "counts", None)
@@ -200,11 +200,11 @@ class ParameterServerAxis(ParallelAxis):
             )
         self._worker = Worker(
             self._updates,
-            **self._conversation(),
+            **self._server_arguments(),
             log_to=self._log_to,
             has_gradients=lambda: self._has_gradients,
             position=self._position,
-            rest=self._rest if self.workers_apart else tuple,
+            rest=self._rest if self.isolated_workers else tuple,
         )
         self._met.clear()
         self._is_ending, self._gone = False, {}
@@ -226,9 +226,9 @@ class ParameterServerAxis(ParallelAxis):
     def _rest(self) -> list[Tensor]:
         """Return buffers and parameters that no optimizer updates."""
         module = self.context.module
-        return [] if module is None else tensors_of_nobody(module, self.context.optimizers)
+        return [] if module is None else tensors_without_optimizer(module, self.context.optimizers)
 
-    def _conversation(self) -> dict[str, Any]:
+    def _server_arguments(self) -> dict[str, Any]:
         distributed = self.context.distributed
         first = 2 * distributed.run
         return {
@@ -245,10 +245,10 @@ class ParameterServerAxis(ParallelAxis):
         watchdog = self.context.distributed.watchdog
         heard: dict[str, Any] = {}
         if watchdog is not None:
-            heard = {"gone": lambda: dict(watchdog.lost), "lose": watchdog.lose}
-        outcome: dict[str, Any] | None = serve(updates, **self._conversation(), **heard, is_shared=self._shares)
-        if self.workers_apart:
-            self.context.distributed.served()
+            heard = {"gone": lambda: dict(watchdog.lost), "mark_lost": watchdog.mark_lost}
+        outcome: dict[str, Any] | None = serve(updates, **self._server_arguments(), **heard, is_shared=self._shares)
+        if self.isolated_workers:
+            self.context.distributed.publish_served()
         return outcome
 
     @override
@@ -256,14 +256,14 @@ class ParameterServerAxis(ParallelAxis):
         worker, module = self._worker, self.context.module
         if worker is None or module is None or module.trainer.state.stage != RunningStage.TRAINING:
             return step(*args, **kwargs)
-        worker.go_on()
+        worker.resume_updates()
         if self.in_lockstep:
             return step(*args, **kwargs)
         counts = self.context.batch_counts
         is_here = counts is None or counts() is not False
         self._has_gradients = is_here or (self._has_gradients and not self._has_stepped)
         self._has_stepped = False
-        with nullcontext() if self._shared is None or self._shared.counts else leaving_no_trace(module):
+        with nullcontext() if self._shared is None or self._shared.counts else discarding_side_effects(module):
             output = step(*args, **kwargs)
         if worker.staleness is not None:
             module.log("staleness", float(worker.staleness), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
@@ -286,7 +286,7 @@ class ParameterServerAxis(ParallelAxis):
     def synchronize(self, *, evaluation: bool = False) -> None:
         self._meet(Purpose.EVALUATION if evaluation else Purpose.CHECKPOINT)
 
-    def _meet_for_shares(self) -> Mapping[int, tuple[int, int]]:
+    def _sync_epoch_shares(self) -> Mapping[int, tuple[int, int]]:
         """Synchronize the remaining workers after an epoch's batches; return the lost ones. Collective over them."""
         self._meet(Purpose.SHARE)
         return self._gone
@@ -295,24 +295,24 @@ class ParameterServerAxis(ParallelAxis):
         if self._worker is None or self.context.module is None:
             return
         self.context.before_collective()
-        if self.workers_apart:
+        if self.isolated_workers:
             _refuse_own_monitors(self.context.module.trainer, self.context.name)
         self._worker.meet(self._place(purpose), with_state=purpose == Purpose.CHECKPOINT)
         self._gone = dict(self._worker.gone)
-        if self.in_lockstep or self.workers_apart:
+        if self.in_lockstep or self.isolated_workers:
             return
         with torch.no_grad():
             average_tensors(self._rest(), group=self.context.batch_group)
 
-    def _place(self, purpose: Purpose) -> Place:
+    def _place(self, purpose: Purpose) -> MeetingKey:
         """Return the key of the next synchronization, by which servers match workers that are separate worlds."""
-        if not self.workers_apart or self.context.module is None:
-            return ANYWHERE
+        if not self.isolated_workers or self.context.module is None:
+            return ANY_MEETING
         if self._is_ending:
-            return Place(Purpose.END)
+            return MeetingKey(Purpose.END)
         epoch = self.context.module.current_epoch
         self._met[purpose, epoch] += 1
-        return Place(purpose, epoch, self._met[purpose, epoch])
+        return MeetingKey(purpose, epoch, self._met[purpose, epoch])
 
     @override
     def show_state(self) -> None:
@@ -331,9 +331,9 @@ class ParameterServerAxis(ParallelAxis):
             self._shared.load_state(state)
 
     @override
-    def saved_loops(self, loops: dict[str, Any]) -> None:
+    def adjust_saved_loops(self, loops: dict[str, Any]) -> None:
         if self._shared is not None:
-            self._shared.saved_loops(loops, self._gone)
+            self._shared.adjust_saved_loops(loops, self._gone)
 
     # --- description and teardown -------------------------------------------------------------------------------
 
@@ -354,14 +354,14 @@ class ParameterServerAxis(ParallelAxis):
             else f"at most {self.max_staleness} updates ahead of the slowest"
         )
         text = f"Parameter servers, asynchronous: {ranks} workers, {who}; workers {bound}"
-        if self.workers_apart:
+        if self.isolated_workers:
             text += "; one that is gone is left out, unless it is the first"
             text += ", and its share of the data goes to the others" if self._shares else ""
         return text if self.update_log is None else f"{text}; order of updates in {self._log_to}"
 
     @override
     def release(self) -> None:
-        if self._is_awaited and self._worker is None and self.context.data_axis.ended_well():
+        if self._is_awaited and self._worker is None and self.context.data_axis.ended_normally():
             # Without batches training has not started, but the servers wait for it.
             self.start_training()
         worker, self._worker, self._updates, self._is_awaited = self._worker, None, [], False
@@ -370,14 +370,14 @@ class ParameterServerAxis(ParallelAxis):
         if worker is None:
             return
         module, stopping = self.context.module, self.context.stopping
-        if module is not None and (stopping is not None or self.context.data_axis.ended_well()):
+        if module is not None and (stopping is not None or self.context.data_axis.ended_normally()):
             trainer = module.trainer
             if self.context.distributed.is_first:
-                worker.tell(lambda: outcome_of(trainer, stopping))
+                worker.send_outcome(lambda: outcome_of(trainer, stopping))
             worker.stop(self.context.distributed.timeout_s)
-            if self.workers_apart and self.context.distributed.is_first:
+            if self.isolated_workers and self.context.distributed.is_first:
                 # While others train, the first rank's process must stay alive to detect lost workers.
-                self.context.distributed.await_served()
+                self.context.distributed.wait_for_servers()
         else:
             worker.stop(_LAST_WORDS_S, RuntimeError("its training was interrupted"))
         if (histogram := worker.histogram()) and not self.in_lockstep:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_pardist.axes.base import RunContext
-from lightning_pardist.compat.modules import left_out_by_torch_ddp
+from lightning_pardist.compat.modules import ignored_by_torch_ddp
 
 
 def refuse_renormalized(module: nn.Module, where: str, *, fix: str = "") -> None:
@@ -35,7 +35,7 @@ def refuse_renormalized(module: nn.Module, where: str, *, fix: str = "") -> None
             )
 
 
-def refuse_left_out(module: nn.Module, where: str) -> None:
+def refuse_ddp_ignored(module: nn.Module, where: str) -> None:
     """Refuse a module with tensors that torch's DDP is set to ignore. Not collective.
 
     Args:
@@ -48,7 +48,7 @@ def refuse_left_out(module: nn.Module, where: str) -> None:
     apart = {name for name, param in module.named_parameters() if param.requires_grad}
     apart |= {name for name, buffer in module.named_buffers() if buffer.is_floating_point()}
     # Frozen parameters, masks and counters are equal on all ranks; users list them where DDP's broadcast fails.
-    if names := [name for name in left_out_by_torch_ddp(module) if name in apart]:
+    if names := [name for name in ignored_by_torch_ddp(module) if name in apart]:
         raise ValueError(
             f"_ddp_params_and_buffers_to_ignore leaves {names[0]!r} ({len(names)} in all) unsynchronized between"
             f" ranks, but {where} keeps all parameters and buffers equal on all ranks. Remove the attribute if they"

@@ -34,7 +34,7 @@ from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.pipeline import BatchDim, CannotPipelineError, MicroBatch, SplitFunction, find_loss
 from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, LossSeeds
 from lightning_pardist.engines.pipeline.nested import map_leaves
-from lightning_pardist.engines.replicas import ReplicaThreads, WeighedLoss, replicate
+from lightning_pardist.engines.replicas import ReplicaThreads, WeightedLoss, replicate
 from lightning_pardist.mesh import ParallelDims
 from lightning_pardist.trainer.layer_sync import WatchedBatchNorms, converts
 from lightning_pardist.trainer.loss_weights import coupled_samples, weight_of_logged
@@ -82,7 +82,7 @@ class ReplicaAxis(ParallelAxis):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         module = trainer.lightning_module
-        why = _why_not(trainer, module)
+        why = _replication_refusal(trainer, module)
         if why is not None:
             raise ValueError(
                 f"{type(module).__name__} {why}. {self.context.name} runs training_step on a replica of the module for"
@@ -91,7 +91,7 @@ class ReplicaAxis(ParallelAxis):
         refuse_renormalized(module, self.context.name)
 
     @override
-    def why_not_compiled(self, whole_step: bool) -> str:
+    def compile_refusal(self, whole_step: bool) -> str:
         return (
             "runs replicas of a module in threads of one process, and compiled code is bound to one of them."
             " Use pardist_ddp"
@@ -172,7 +172,7 @@ class ReplicaAxis(ParallelAxis):
 
         def in_parts(batch: Any, *rest: Any) -> Any:
             patch.detach()
-            return self._in_parts(batch, rest)
+            return self._run_replicas(batch, rest)
 
         patch = Patch(module, "training_step", in_parts)
         patch.attach()
@@ -181,7 +181,7 @@ class ReplicaAxis(ParallelAxis):
         finally:
             patch.detach()
 
-    def _in_parts(self, batch: Any, rest: Sequence[Any]) -> Any:
+    def _run_replicas(self, batch: Any, rest: Sequence[Any]) -> Any:
         module, threads, cut = self.context.module, self._threads, self._cut
         if module is None or threads is None or cut is None:
             raise RuntimeError("Steps are run by a Trainer's fit.")
@@ -194,7 +194,10 @@ class ReplicaAxis(ParallelAxis):
         ]
         if self._batch_norms is not None:
             self._batch_norms.look()
-        replicas = [module, *(replicate(module, device, made=partial(_renew, device)) for device in devices[1:])]
+        replicas = [
+            module,
+            *(replicate(module, device, made=partial(_rebind_replica, device)) for device in devices[1:]),
+        ]
         effects = [StepOutputs(replica, repeats_metrics=True) for replica in replicas]
         begins = [sum(part.size for part in parts[:index]) for index in range(len(parts))]
         total = sum(part.size for part in parts)
@@ -209,9 +212,9 @@ class ReplicaAxis(ParallelAxis):
                     weigh=partial(self._weigh_logged, part),
                 )
 
-        effects[0].learn(self._rules)
+        effects[0].adopt_rules(self._rules)
         results = threads.run([partial(run, index) for index in range(len(parts))])
-        loss, weights = self._combined(parts, [find_loss(result["result"]) for result in results])
+        loss, weights = self._combine_losses(parts, [find_loss(result["result"]) for result in results])
         results = [map_leaves(partial(_detached, devices[0]), result) for result in results]
         outputs = effects[0].combine(results, Shares.of(weights, [part.size for part in parts]), self._rules)
         return _with_loss(effects[0].apply(outputs), loss)
@@ -220,7 +223,7 @@ class ReplicaAxis(ParallelAxis):
     def _loss_weight(self) -> LossWeight:
         return self._rules.loss_weight or self.context.loss_weight
 
-    def _combined(
+    def _combine_losses(
         self, parts: Sequence[MicroBatch], losses: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, list[float]]:
         """Return the loss of the batch, and the weight of each part's loss."""
@@ -236,7 +239,7 @@ class ReplicaAxis(ParallelAxis):
         weighing = seeds.finish()
         value = weighing.value([loss.detach().to(self.context.device) for _, loss in known])
         first = known[0][1]
-        whole = WeighedLoss.apply(value.to(first.dtype).reshape(first.shape), factors, *(loss for _, loss in known))
+        whole = WeightedLoss.apply(value.to(first.dtype).reshape(first.shape), factors, *(loss for _, loss in known))
         weights = iter(weighing.weights)
         return whole, [0.0 if loss is None else next(weights) for loss in losses]
 
@@ -269,7 +272,7 @@ class ReplicaAxis(ParallelAxis):
             threads.close()
 
 
-def _why_not(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+def _replication_refusal(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     """Return why a module cannot run on replicas, as the end of a sentence; None if it may be tried."""
     if not module.automatic_optimization:
         return "optimizes by hand (automatic_optimization=False), which replicas would each do"
@@ -293,7 +296,7 @@ def _why_not(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     return None
 
 
-def _renew(device: torch.device, module: nn.Module) -> None:
+def _rebind_replica(device: torch.device, module: nn.Module) -> None:
     """Set the device of a replica's submodule; give a metric copies of its states."""
     if isinstance(module, Metric):
         for name, value in module.metric_state.items():

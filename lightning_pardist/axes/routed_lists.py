@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 from torch import nn
 
 from lightning_pardist.axes.base import RunContext
-from lightning_pardist.axes.pipeline.meta_stages import stand_ins
-from lightning_pardist.axes.together import raise_together
+from lightning_pardist.axes.pipeline.meta_stages import meta_placeholders
+from lightning_pardist.axes.together import raise_on_all_ranks
 from lightning_pardist.engines.experts import ExpertLayer, find_layers
 from lightning_pardist.trainer import trial_run
 
@@ -37,7 +37,7 @@ def find_callers(context: RunContext, trainer: pl.Trainer, module: pl.LightningM
         callers = _callers_of(_listed_here(context, trainer, module), module)
     except Exception as error:
         failure = error
-    raise_together(failure)
+    raise_on_all_ranks(failure)
     # The result may depend on a rank's batch.
     return context.broadcast(callers)
 
@@ -46,9 +46,9 @@ def _listed_here(context: RunContext, trainer: pl.Trainer, module: pl.LightningM
     name, batch = trial_run.step_name(trainer), context.samples.first()
     left: list[ExpertLayer] = []
     with (
-        trial_run.without_trace(module, trainer),
-        context.samples.rehearsed(),
-        stand_ins(module, context.device),
+        trial_run.without_side_effects(module, trainer),
+        context.samples.in_trial_run(),
+        meta_placeholders(module, context.device),
     ):
         layers = find_layers(module, lambda: trial_run.run(module, name, batch, trainer), left=left)
     return [layer for layer in (*layers, *left) if layer.lists]

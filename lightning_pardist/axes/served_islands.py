@@ -19,11 +19,11 @@ from typing_extensions import override
 from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.refusals import refuse_callbacks
 from lightning_pardist.checkpoint.chunks import Shards
-from lightning_pardist.checkpoint.tensors import copy_whole, shards_like
+from lightning_pardist.checkpoint.tensors import copy_from_full, shards_like
 from lightning_pardist.collectives import table_device, world_group
 from lightning_pardist.engines.averaging import IslandPart, Meeting, OuterClient, OuterSettings
-from lightning_pardist.engines.ddp.buffers import tensors_of_nobody
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.engines.ddp.buffers import tensors_without_optimizer
+from lightning_pardist.local_tensors import local_shard
 from lightning_pardist.runtime.environments.program import ISLAND_VARIABLE, given_island
 from lightning_pardist.settings import positive
 
@@ -120,7 +120,7 @@ class ServedIslandsAxis(ParallelAxis):
         # A checkpoint may be saved after the run, when the module's parameters have been replaced.
         self._names = {param: name for name, param in named}
         self._stepped = [param for _, param in named]
-        self._rest = tensors_of_nobody(module, optimizers)
+        self._rest = tensors_without_optimizer(module, optimizers)
         self._dtype = torch.float32
         for tensor in (*self._stepped, *self._rest):
             self._dtype = torch.promote_types(self._dtype, tensor.real.dtype if tensor.is_complex() else tensor.dtype)
@@ -213,26 +213,26 @@ class ServedIslandsAxis(ParallelAxis):
 
     @torch.no_grad()
     def _flat(self) -> Tensor:
-        parts = [_real(own_part(each)).reshape(-1).to("cpu", self._dtype) for each in (*self._stepped, *self._rest)]
+        parts = [_real(local_shard(each)).reshape(-1).to("cpu", self._dtype) for each in (*self._stepped, *self._rest)]
         return torch.cat([torch.empty(0, dtype=self._dtype), *(part.detach() for part in parts)])
 
     @torch.no_grad()
     def _take(self, values: Tensor) -> None:
         for tensor, piece in self._pieces(values, [*self._stepped, *self._rest]):
-            _real(own_part(tensor)).copy_(piece)
+            _real(local_shard(tensor)).copy_(piece)
         # The parameters, not `values`: their rounding to a lower precision must not count as this island's progress.
         self._anchor = self._flat()
 
     def _pieces(self, flat: Tensor, tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         for tensor, piece in zip(tensors, flat.split([_numel(each) for each in tensors]), strict=True):
-            yield tensor, piece.view(_real(own_part(tensor)).shape)
+            yield tensor, piece.view(_real(local_shard(tensor)).shape)
 
     def _layout(self) -> bytes:
         digest = hashlib.sha256(self.context.dims.describe().encode())
         for param in self._stepped:
-            digest.update(f"{self._names[param]} {tuple(own_part(param).shape)};".encode())
+            digest.update(f"{self._names[param]} {tuple(local_shard(param).shape)};".encode())
         for tensor in self._rest:
-            digest.update(f"{tuple(own_part(tensor).shape)};".encode())
+            digest.update(f"{tuple(local_shard(tensor).shape)};".encode())
         return digest.digest()
 
     # --- checkpoints --------------------------------------------------------------------------------------------
@@ -269,8 +269,8 @@ class ServedIslandsAxis(ParallelAxis):
         for param, name in self._names.items():
             whole = saved(f"momentum.{name}")
             if whole is not None:
-                momentum = torch.zeros(_real(own_part(param)).shape, dtype=self._dtype)
-                copy_whole(whole, shards_like(param, _like(momentum, param)))
+                momentum = torch.zeros(_real(local_shard(param)).shape, dtype=self._dtype)
+                copy_from_full(whole, shards_like(param, _like(momentum, param)))
                 self._momentum[param] = momentum
 
     # --- description and teardown -------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _numel(tensor: Tensor) -> int:
-    return _real(own_part(tensor)).numel()
+    return _real(local_shard(tensor)).numel()
 
 
 def _like(flat: Tensor, param: Tensor) -> Tensor:

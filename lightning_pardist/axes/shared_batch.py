@@ -17,11 +17,11 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis
-from lightning_pardist.axes.first_batch import of_first_rank, warn_of_different_batches
+from lightning_pardist.axes.first_batch import broadcast_batch, warn_of_different_batches
 from lightning_pardist.engines.common.devices import device_in_use, random_state
 from lightning_pardist.engines.pipeline.nested import flatten
 from lightning_pardist.engines.tensor import TensorRuntime
-from lightning_pardist.trainer.random_numbers import drawn_apart
+from lightning_pardist.trainer.random_numbers import random_draws_message
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 _ABSENT = object()
@@ -48,7 +48,7 @@ class SharedBatchAxis(ParallelAxis):
         self._told_draws: set[str] = set()
 
     @override
-    def why_not_compiled(self, whole_step: bool) -> str:
+    def compile_refusal(self, whole_step: bool) -> str:
         return (
             "computes on split tensors, whose operators are handled one by one in Python: a compiler would trace"
             " through that. Leave compile out, or use pardist_zero3"
@@ -69,7 +69,7 @@ class SharedBatchAxis(ParallelAxis):
         if new := sorted(self.runtime.group.drawn - self._told_draws):
             self._told_draws.update(new)
             how = f"each {self.kind} rank for its part of a tensor that is split ({', '.join(new)})"
-            rank_zero_info(drawn_apart("A step", how))
+            rank_zero_info(random_draws_message("A step", how))
         return output
 
     @override
@@ -116,19 +116,19 @@ class SharedBatchAxis(ParallelAxis):
             The arguments; the first rank's if ranks were given different samples.
         """
         group = runtime.group.process_group
-        samples, states = runtime.meet("step", self._fingerprint(given), _random_fingerprint()).unbind(1)
+        samples, states = runtime.check_same_call("step", self._fingerprint(given), _random_fingerprint()).unbind(1)
         if (states != states[0]).any():
             self._share_random_state(group)
             if not self._has_drifted:
                 # From now on fingerprints include elements on accelerators too, beginning with this step's samples.
                 self._has_drifted = True
-                samples = runtime.meet("step", self._fingerprint(given), 0).unbind(1)[0]
+                samples = runtime.check_same_call("step", self._fingerprint(given), 0).unbind(1)[0]
         if (samples != samples[0]).any():
             if not self._has_shared:
                 self._has_shared = True
                 if group.rank() == 0:
                     warn_of_different_batches(f"a {self.kind} group")
-            given = of_first_rank(given, group=group, device=self.context.device)
+            given = broadcast_batch(given, group=group, device=self.context.device)
         return given
 
     def _fingerprint(self, given: Any) -> int:

@@ -13,19 +13,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.axes.module_copies import copies_of
-from lightning_pardist.axes.pipeline.meta_stages import stand_ins
+from lightning_pardist.axes.pipeline.meta_stages import meta_placeholders
 from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_pruning
 from lightning_pardist.axes.shared_batch import SharedBatchAxis
 from lightning_pardist.checkpoint.tensors import shared_entries
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat import pytree
+from lightning_pardist.engines.common.full_tensor_updates import updates_of
 from lightning_pardist.engines.common.meta_init import (
     InitFunction,
     on_meta,
     restore_random_state,
     share_random_state,
 )
-from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.ddp.buffers import broadcast_module
 from lightning_pardist.engines.tensor import (
     TensorParallelPlan,
@@ -33,10 +33,10 @@ from lightning_pardist.engines.tensor import (
     attach,
     local_like,
     plan_layout,
+    to_full_tensor,
     unsplit_module,
-    whole_tensor,
 )
-from lightning_pardist.local_tensors import is_over, own_part
+from lightning_pardist.local_tensors import is_over, local_shard
 from lightning_pardist.mesh import TENSOR_AXIS, Degree, degrees_of_machine
 from lightning_pardist.settings import one_of
 from lightning_pardist.trainer import trial_run
@@ -117,7 +117,7 @@ class TensorAxis(SharedBatchAxis):
             )
         if self.runtime is not None and not self.context.data_axis.broadcasts:
             # The module is still split after a run that failed on every rank: this run starts from full parameters.
-            self._become_whole()
+            self._restore_full_module()
 
     # --- the module ---------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class TensorAxis(SharedBatchAxis):
         self._share_random_state(mesh.get_group())
         name = trial_run.step_name(trainer)
         if self.plan is None or not _fits(self.plan, module) or self._planned_for not in ("training_step", name):
-            with stand_ins(module, self.context.device):
+            with meta_placeholders(module, self.context.device):
                 found = self._find_plan(trainer, module)
             # Control flow may depend on data: all ranks use the first rank's plan.
             self.plan, self._planned_for, self._plan_is_new = self.context.broadcast(found), name, True
@@ -158,7 +158,7 @@ class TensorAxis(SharedBatchAxis):
         name = trial_run.step_name(trainer)
         # Outside of the trial: changes that a loader hook makes to the module stay, since it is not called again.
         batch, is_example = self._batch(trainer, name)
-        with trial_run.without_trace(module, trainer), self.context.samples.rehearsed():
+        with trial_run.without_side_effects(module, trainer), self.context.samples.in_trial_run():
             if is_example or self.sample is not None:
                 batch = on_device(trainer, batch)
 
@@ -209,7 +209,7 @@ class TensorAxis(SharedBatchAxis):
 
     @override
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
-        if not self.context.data_axis.steps_on_parts:
+        if not self.context.data_axis.steps_on_shards:
             for optimizer in optimizers:
                 attach(optimizer, scope=self.context.update_scope, group=self.context.update_group)
 
@@ -258,7 +258,7 @@ class TensorAxis(SharedBatchAxis):
     def whole_values(self, tree: Any) -> Any:
         if self.runtime is None or not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(tree)):
             return tree
-        return pytree.tree_map_only(DTensor, whole_tensor, tree)
+        return pytree.tree_map_only(DTensor, to_full_tensor, tree)
 
     # --- description and teardown -------------------------------------------------------------------------------
 
@@ -271,17 +271,17 @@ class TensorAxis(SharedBatchAxis):
     @override
     def teardown(self) -> None:
         self._plan_is_new = False
-        if self.runtime is None or self._split is None or not self.ended_well():
+        if self.runtime is None or self._split is None or not self.ended_normally():
             return
         if any(is_over(p, TENSOR_AXIS) and p.device_mesh.ndim > 1 for p in self._split.parameters()):  # type: ignore[attr-defined]
             # The data axis keeps the module sharded, since it is too large to be unsharded.
             return
-        self._become_whole()
+        self._restore_full_module()
 
-    def _become_whole(self) -> None:
+    def _restore_full_module(self) -> None:
         self._unwrap()
         if self.runtime is not None and self._split is not None:
-            self.runtime.uncover()
+            self.runtime.unwrap_calls()
             for module in (self._split, *self._copies):
                 unsplit_module(module)
             self._copies.clear()
@@ -307,4 +307,4 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 def _local_value(value: Any, param: nn.Parameter) -> Any:
     if not isinstance(value, Tensor) or not isinstance(param, DTensor) or not value.dim():
         return value
-    return own_part(local_like(value, param)) if value.shape == param.shape else value
+    return local_shard(local_like(value, param)) if value.shape == param.shape else value

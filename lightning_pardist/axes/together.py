@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 
-def raise_together(failure: Exception | None, elsewhere: Callable[[str], Exception] = RuntimeError) -> None:
+def raise_on_all_ranks(failure: Exception | None, elsewhere: Callable[[str], Exception] = RuntimeError) -> None:
     """Raise on all ranks if one rank has failed. Collective over the world.
 
     Args:

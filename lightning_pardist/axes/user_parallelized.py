@@ -22,7 +22,7 @@ from lightning_pardist.axes.refusals import refuse_callbacks
 from lightning_pardist.checkpoint.chunks import shards_of
 from lightning_pardist.checkpoint.coordination import world_coordinator
 from lightning_pardist.checkpoint.gather import assemble_module
-from lightning_pardist.checkpoint.tensors import common_names, copy_whole
+from lightning_pardist.checkpoint.tensors import common_names, copy_from_full
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.lightning_functions import materialize_module
@@ -67,7 +67,7 @@ class UserParallelizedAxis(DataParallelAxis):
         self._gathered: AbstractContextManager[None] | None = None
 
     @override
-    def why_not_compiled(self, whole_step: bool) -> str:
+    def compile_refusal(self, whole_step: bool) -> str:
         return "takes a module as its configure_model has parallelized it. Compile it there"
 
     @override
@@ -99,7 +99,7 @@ class UserParallelizedAxis(DataParallelAxis):
 
     @property
     @override
-    def steps_on_parts(self) -> bool:
+    def steps_on_shards(self) -> bool:
         return True
 
     @override
@@ -119,11 +119,11 @@ class UserParallelizedAxis(DataParallelAxis):
     @override
     def start_evaluation(self) -> None:
         module, group = self.context.module, self.context.gradient_group
-        batches_of_own = self.context.batches_of_own
-        if module is None or batches_of_own is None or not sharded_by_units(module):
+        own_batch_counts = self.context.own_batch_counts
+        if module is None or own_batch_counts is None or not sharded_by_units(module):
             return
         batches: list[list[int]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(batches, batches_of_own(), group=group)
+        dist.all_gather_object(batches, own_batch_counts(), group=group)
         if any(other != batches[0] for other in batches):
             self._gathered = gathered(module)
             self._gathered.__enter__()
@@ -139,7 +139,7 @@ class UserParallelizedAxis(DataParallelAxis):
         return UserParallelizedEngine(module, optimizers, group=self.context.gradient_group, world=world_group())
 
     @override
-    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def full_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         return assemble_module(state, world_coordinator(), like=state)
 
     @override
@@ -162,7 +162,7 @@ class UserParallelizedAxis(DataParallelAxis):
                     f"{name} has shape {tuple(own[name].shape)} in the module and {tuple(whole.shape)} in the"
                     " checkpoint."
                 )
-            copy_whole(whole, shards_of(own[name]))
+            copy_from_full(whole, shards_of(own[name]))
         if extra:
             module.load_state_dict(extra, strict=False)
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.axes.base import DataParallelAxis
-from lightning_pardist.axes.codes_setting import CodesSetting
+from lightning_pardist.axes.compression_setting import CompressionSetting
 from lightning_pardist.axes.offload_setting import OffloadSetting
-from lightning_pardist.engines.common.block_codes import Compression
+from lightning_pardist.engines.common.block_quantization import Compression
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.zero import ZeroEngine
 from lightning_pardist.mesh import GRADIENT_AXES, Degree
@@ -59,7 +59,7 @@ class ZeroAxis(DataParallelAxis):
         self.bucket_size_mb = positive("bucket_size_mb", bucket_size_mb, "25 is a good start.")
         self.overlap = overlap
         self.offload = OffloadSetting(offload, offload_window_mb)
-        self.codes = CodesSetting(gather, reduce, error_feedback)
+        self.compression = CompressionSetting(gather, reduce, error_feedback)
         self._engine: ZeroEngine | None = None
 
     @property
@@ -75,10 +75,10 @@ class ZeroAxis(DataParallelAxis):
     @override
     def check(self, trainer: pl.Trainer) -> None:
         self.offload.check(trainer, is_plan=self.context.is_plan)
-        self.codes.check(self.context)
-        if self.codes.gather is not None and self.context.dims.outer_parallel > 1:
+        self.compression.check(self.context)
+        if self.compression.gather is not None and self.context.dims.outer_parallel > 1:
             raise ValueError(
-                f"With gather={self.codes.gather!r} each rank has exact values of its own slice only, but islands"
+                f"With gather={self.compression.gather!r} each rank has exact values of its own slice only, but islands"
                 " average the values that it computes with. Use outer_compression, or data_parallel='zero3'."
             )
 
@@ -88,12 +88,12 @@ class ZeroAxis(DataParallelAxis):
 
     @property
     @override
-    def steps_on_parts(self) -> bool:
+    def steps_on_shards(self) -> bool:
         return self.context.gradient_group.size() > 1
 
     @override
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
-        self.codes.check_copies(self.context)
+        self.compression.check_copies(self.context)
         self._engine = ZeroEngine(
             module,
             optimizers,
@@ -104,9 +104,9 @@ class ZeroAxis(DataParallelAxis):
             offload=self.offload.settings,
             update_group=lambda scope: self.context.update_group(scope, *GRADIENT_AXES),
             update_scope=self.context.update_scope,
-            gather=self.codes.gather,
-            reduce=self.codes.reduce,
-            error_feedback=self.codes.error_feedback,
+            gather=self.compression.gather,
+            reduce=self.compression.reduce,
+            error_feedback=self.compression.error_feedback,
             narrower=self.context.narrower_groups(module),
         )
         return self._engine
@@ -117,7 +117,7 @@ class ZeroAxis(DataParallelAxis):
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module = self.context.module
         if self._engine is not None and module is not None and module.trainer.training:
-            self._engine.show_codes()
+            self._engine.show_dequantized()
         return super().run_step(step, *args, **kwargs)
 
     @override
@@ -129,13 +129,13 @@ class ZeroAxis(DataParallelAxis):
         if self._engine is not None:
             self._engine.show_exact(for_a_look=evaluation)
             if not evaluation:
-                self._engine.forget_remainders()
+                self._engine.drop_error_feedback()
 
     # --- description and teardown -------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:
-        return self.codes.describe()
+        return self.compression.describe()
 
     @override
     def teardown(self) -> None:

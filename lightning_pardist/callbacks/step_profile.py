@@ -121,7 +121,7 @@ class StepProfile(pl.Callback):
         elif self._seen == self.skip:
             self._begin(trainer)
         if self.seconds and self._clock is None and not self._told:
-            self._tell(trainer, wait=False)
+            self._log_report(trainer, wait=False)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -131,7 +131,7 @@ class StepProfile(pl.Callback):
         if not self.seconds:
             rank_zero_warn(f"StepProfile measured nothing: the run ended within {self.skip + 1} batches. Set skip=1.")
         elif not self._told:
-            self._tell(trainer, wait=True)
+            self._log_report(trainer, wait=True)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -169,7 +169,7 @@ class StepProfile(pl.Callback):
     def _measured(self, rank: int) -> _Measured:
         return mean_seconds(self.seconds), coarse(self._spans) if rank < _PICTURED else []
 
-    def _tell(self, trainer: pl.Trainer, *, wait: bool) -> None:
+    def _log_report(self, trainer: pl.Trainer, *, wait: bool) -> None:
         """Log the table on the first rank, once every rank has put its measurements into the store."""
         if not trainer.is_global_zero:
             return

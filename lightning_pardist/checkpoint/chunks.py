@@ -82,7 +82,7 @@ def shards_of_slice(param: Tensor, start: int, stop: int, flat: Tensor) -> Shard
         flat: Values of the slice, shape ``[stop - start]``.
     """
     local = param.to_local() if isinstance(param, DTensor) else param
-    runs = runs_of(param) if isinstance(param, DTensor) else whole_runs(param.shape)
+    runs = runs_of(param) if isinstance(param, DTensor) else full_runs(param.shape)
     order = memory_order(local)
     back = [order.index(dim) for dim in range(len(order))]
     parts: list[Chunk] = []
@@ -95,7 +95,7 @@ def shards_of_slice(param: Tensor, start: int, stop: int, flat: Tensor) -> Shard
     return Shards(tuple(param.shape), flat.dtype, tuple(parts))
 
 
-def whole_runs(shape: Sequence[int]) -> list[list[Run]]:
+def full_runs(shape: Sequence[int]) -> list[list[Run]]:
     """Return the runs of a full local tensor."""
     return [[(0, 0, size)] for size in shape]
 

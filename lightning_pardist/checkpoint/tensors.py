@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_pardist.checkpoint.chunks import Shards, shards_of, shards_of_slice
 from lightning_pardist.checkpoint.folder import FolderReader
 from lightning_pardist.compat.modules import has_load_hooks
-from lightning_pardist.local_tensors import wrapped_like
+from lightning_pardist.local_tensors import wrap_like
 
 _MODEL = "model."
 #: Checkpoint key of this package's own data, which other programs ignore.
@@ -81,7 +81,7 @@ def shared_entries(state: Mapping[str, Any]) -> dict[Any, Any]:
     return {key: copy.deepcopy(value) for key, value in state["state"].items() if key not in numbers}
 
 
-def whole_slots(optimizer: Optimizer) -> list[list[TensorSlot]]:
+def full_slots(optimizer: Optimizer) -> list[list[TensorSlot]]:
     """Return the slots, by group, of an optimizer that updates the user's parameters themselves."""
     return [[TensorSlot(param) for param in group["params"]] for group in optimizer.param_groups]
 
@@ -90,7 +90,7 @@ def shards_like(param: Tensor, values: Tensor) -> Shards:
     """Return the boxes of a full tensor or one placed as ``param``: plain, a ``DTensor``, or its local tensor."""
     whole = values.shape == param.shape != _local_shape(param)
     if isinstance(param, DTensor) and not isinstance(values, DTensor) and not whole:
-        return shards_of(wrapped_like(values, param))
+        return shards_of(wrap_like(values, param))
     return shards_of(values)
 
 
@@ -302,7 +302,7 @@ def fill_module(module: nn.Module, state: FolderState, *, strict: bool = True) -
         if key is not None:
             state.reader.read_into(key, shards_of(own[name]))
         elif isinstance(own[name], Tensor):
-            copy_whole(state[name], shards_of(own[name]))
+            copy_from_full(state[name], shards_of(own[name]))
         else:
             rest[name] = state[name]
     if rest:
@@ -467,7 +467,7 @@ def common_names(
     return [name for name in own if name in state]
 
 
-def copy_whole(whole: Tensor, shards: Shards) -> None:
+def copy_from_full(whole: Tensor, shards: Shards) -> None:
     """Fill local shards of a tensor in place from the full one, reading only these parts. Not collective."""
     for part in shards.parts:
         part.values.copy_(whole[tuple(slice(a, a + n) for a, n in zip(part.offsets, part.sizes, strict=True))])

@@ -37,7 +37,7 @@ def backend_of(name: str | Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-def apart_from_compiling() -> AbstractContextManager[Any]:
+def no_concurrent_compile() -> AbstractContextManager[Any]:
     """Return a context in which no other thread compiles.
 
     While one does, ``torch.compiler.is_compiling()`` is true in all threads, and torch's optimizers then keep Python

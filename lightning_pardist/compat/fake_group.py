@@ -70,18 +70,18 @@ _RECORDS: dict[str, Callable[[], Any]] = {
 }
 
 
-class KeptAside:
+class SuspendedGroups:
     """Process-group records of a suspended thread: torch has one set of records per process."""
 
     def __init__(self) -> None:
         self._mine: tuple[Any, ...] = (c10d._World(), [], {name: make() for name, make in _RECORDS.items()})
         self._before: tuple[Any, ...] | None = None
 
-    def put_back(self) -> None:
+    def resume(self) -> None:
         """Install the records of this thread, which resumes."""
         self._before = _exchanged(self._mine)
 
-    def put_aside(self) -> None:
+    def suspend(self) -> None:
         """Save the records of this thread, which is suspended, and restore the previous ones."""
         if self._before is not None:
             self._mine, self._before = _exchanged(self._before), None
@@ -101,7 +101,7 @@ Broadcast = Callable[[list[Any], int, tuple[int, ...]], None]
 
 
 @contextmanager
-def alone_among(world_size: int, *, rank: int, stands_for: str, broadcast: Broadcast | None = None) -> Iterator[None]:
+def in_fake_world(world_size: int, *, rank: int, stands_for: str, broadcast: Broadcast | None = None) -> Iterator[None]:
     """Return a context in which this process is one rank of a fake world, whose other ranks hold the same values as it.
 
     Args:
@@ -130,8 +130,8 @@ def alone_among(world_size: int, *, rank: int, stands_for: str, broadcast: Broad
 
 
 @contextmanager
-def several_alone(stands_for: str) -> Iterator[None]:
-    """Return a context for :func:`alone_among` in several threads."""
+def fake_worlds_in_threads(stands_for: str) -> Iterator[None]:
+    """Return a context for :func:`in_fake_world` in several threads."""
     with _standing_for(stands_for):
         bindings: Any = torch._C._distributed_c10d
         isolate = bindings._set_thread_isolation_mode

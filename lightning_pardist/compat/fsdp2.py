@@ -373,7 +373,7 @@ class ParameterGroup:
             register_post_backward, group._register_post_backward_hook
         )
 
-    def wrap_life(
+    def wrap_transitions(
         self, *, before_gathered: Callable[[], None], gathered: Callable[[], None], before_free: Callable[[], None]
     ) -> None:
         """Register callbacks for the unsharding and resharding of the parameters.

@@ -361,7 +361,7 @@ def set_current_hook(module: pl.LightningModule, name: str | None) -> None:
     module._current_fx_name = name
 
 
-def belongings(module: pl.LightningModule) -> tuple[Any, ...]:
+def run_references(module: pl.LightningModule) -> tuple[Any, ...]:
     """Return the objects of its run that a module refers to."""
     return module._trainer, module._device_mesh, module._fabric
 

@@ -59,7 +59,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def left_out_by_torch_ddp(module: nn.Module) -> list[str]:
+def ignored_by_torch_ddp(module: nn.Module) -> list[str]:
     """Return the names of parameters and buffers that the user has excluded from torch's DDP."""
     names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())

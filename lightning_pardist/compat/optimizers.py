@@ -90,18 +90,18 @@ def replace_unscale(scaler: torch.amp.GradScaler, unscale: Callable[..., Any] | 
         scaler.__dict__["_unscale_grads_"] = unscale
 
 
-def norms_together(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+def foreach_norms(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
     """Return the norm of each tensor, all of one device and dtype, computed in ``dtype``."""
     found: list[Tensor] = list(torch._foreach_norm(grads, norm_type, dtype))
     return found
 
 
-def multiply_together(grads: list[Tensor], factor: Tensor) -> None:
+def foreach_multiply_(grads: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one device and dtype in place by a scalar tensor on their device."""
     torch._foreach_mul_(grads, factor)
 
 
-def clamp_together(grads: list[Tensor], limit: float) -> None:
+def foreach_clamp_(grads: list[Tensor], limit: float) -> None:
     """Clamp tensors of one device and dtype in place to ``[-limit, limit]``."""
     torch._foreach_clamp_min_(grads, -limit)
     torch._foreach_clamp_max_(grads, limit)

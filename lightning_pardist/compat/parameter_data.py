@@ -11,7 +11,7 @@ from torch import Tensor, nn
 _looks: dict[int, int] = {}
 
 
-def watch_looks(parameter: Tensor) -> int:
+def count_data_accesses(parameter: Tensor) -> int:
     """Count the accesses to a parameter's ``.data`` from now on, for the parameter's lifetime, and return the count.
 
     While any parameter is watched, ``nn.Parameter`` has a ``data`` property of its own, which otherwise behaves like
@@ -31,7 +31,7 @@ def _forget(key: int) -> None:
         del nn.Parameter.data
 
 
-def looks_at(parameter: Tensor) -> int:
+def data_accesses_of(parameter: Tensor) -> int:
     """Return how often ``.data`` of a watched parameter was accessed."""
     return _looks[id(parameter)]
 

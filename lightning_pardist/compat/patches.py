@@ -109,7 +109,7 @@ def recomputed_functions(wrap: Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 @contextlib.contextmanager
-def refused_reentrant(message: str) -> Iterator[None]:
+def refuse_reentrant(message: str) -> Iterator[None]:
     """Return a context in which reentrant activation checkpointing raises a ``RuntimeError``."""
 
     class Refused:
@@ -127,7 +127,7 @@ def refused_reentrant(message: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanged_parameters_stay() -> Iterator[None]:
+def keep_unchanged_parameters() -> Iterator[None]:
     """Return a context in which ``module.to(...)`` keeps ``DTensor`` parameters that it does not change.
 
     torch swaps each of them with a new tensor on the same memory, which separates the parameter from autograd graphs
@@ -151,14 +151,14 @@ def unchanged_parameters_stay() -> Iterator[None]:
 _FLOORS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum")
 _CASTS = ("float", "double", "to", "type", "type_as")
 _Note = Callable[[torch.Tensor, torch.Tensor], None]
-#: Exit stack that undoes the changes of :func:`noted_numbers`, and the contexts that are active.
+#: Exit stack that undoes the changes of :func:`report_scalar_casts`, and the contexts that are active.
 _NOTING = contextlib.ExitStack()
 _NOTING_USERS: list[_Note] = []
 _NOTING_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
-def noted_numbers(floored: _Note, cast: _Note) -> Iterator[None]:
+def report_scalar_casts(floored: _Note, cast: _Note) -> Iterator[None]:
     """Return a context that reports clamps and casts of zero-dim tensors without gradient, in eager code.
 
     It is process-wide: of several active contexts, the callbacks of the first one are used.

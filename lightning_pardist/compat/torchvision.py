@@ -30,7 +30,7 @@ _SCHEMAS = {
 _library: torch.library.Library | None = None
 
 
-def mend() -> bool:
+def declare_operators() -> bool:
     """Declare torchvision's operators, schema only, where its compiled extension cannot load.
 
     Does nothing if torchvision is absent, already imported, or intact. Safe to call many times.

@@ -10,7 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.collectives import all_gather_flat
-from lightning_pardist.engines.common.block_codes import Compression, SliceLayout, decode, encode, left_behind
+from lightning_pardist.engines.common.block_quantization import (
+    Compression,
+    SliceLayout,
+    decode,
+    encode,
+    quantization_error,
+)
 
 
 class OuterExchange:
@@ -37,7 +43,7 @@ class OuterExchange:
         self._error = like.new_zeros(held, self.layout.width)
         self._mean_error = like.new_zeros(min(held, 1), self.layout.width)
         self._dtype = like.dtype
-        self._sent_as: Compression | None = None
+        self._format: Compression | None = None
         self._work: Any = None
         self._message = self._answer = torch.empty(0)
 
@@ -46,12 +52,12 @@ class OuterExchange:
         self._start(self.layout.rows(values), self.kind)
 
     def _start(self, rows: Tensor, kind: Compression | None) -> None:
-        self._sent_as = kind
+        self._format = kind
         if self.kind is not None:
             rows = rows + self._error
         self._message = encode(rows, self.layout, kind)
         if self.kind is not None:
-            self._error = left_behind(rows, self._decoded(self._message))
+            self._error = quantization_error(rows, self._decoded(self._message))
         self._answer = torch.empty_like(self._message)
         self._work = dist.all_to_all_single(self._answer, self._message, group=self.group, async_op=True)
 
@@ -66,9 +72,9 @@ class OuterExchange:
         mean /= self.group.size()
         if self.kind is not None:
             mean += self._mean_error
-        self._message = encode(mean, self.layout, self._sent_as)
+        self._message = encode(mean, self.layout, self._format)
         if self.kind is not None:
-            self._mean_error = left_behind(mean, self._decoded(self._message))
+            self._mean_error = quantization_error(mean, self._decoded(self._message))
         self._answer = self._message.new_empty(self.group.size(), self._message.shape[1])
         flat = self._answer.view(-1), self._message.view(-1)
         self._work = all_gather_flat(*flat, group=self.group, async_op=True)
@@ -91,4 +97,4 @@ class OuterExchange:
         return (self._error.numel() + self._mean_error.numel()) * self._error.element_size()
 
     def _decoded(self, data: Tensor) -> Tensor:
-        return decode(data, self.layout, self._sent_as, self._dtype)
+        return decode(data, self.layout, self._format, self._dtype)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pardist.engines.common.block_codes import Compression
+from lightning_pardist.engines.common.block_quantization import Compression
 from lightning_pardist.engines.outer_exchange import OuterExchange
 from lightning_pardist.engines.outer_optimizer import OuterOptimizer
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
 
 class OuterOptimizer:
@@ -32,7 +32,7 @@ class OuterOptimizer:
     def start(self) -> None:
         """Set the anchors to the current parameters."""
         for param, anchor in self._anchors.items():
-            anchor.copy_(own_part(param))
+            anchor.copy_(local_shard(param))
 
     def has(self, param: Tensor) -> bool:
         """Return whether a parameter is managed by this optimizer."""
@@ -47,7 +47,7 @@ class OuterOptimizer:
     @torch.no_grad()
     def differences(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return ``anchor - now`` for this rank's parts of some parameters."""
-        return [self._anchors[param] - own_part(param) for param in params]
+        return [self._anchors[param] - local_shard(param) for param in params]
 
     @torch.no_grad()
     def step_on(self, means: Mapping[nn.Parameter, Tensor], *, mixing: float = 0.0) -> None:
@@ -63,7 +63,7 @@ class OuterOptimizer:
         for param in means:
             anchor = self._anchors[param]
             anchor.grad = None
-            own = own_part(param)
+            own = local_shard(param)
             own.copy_(torch.lerp(anchor, own.to(anchor.dtype), mixing) if mixing else anchor)
 
     @torch.no_grad()
@@ -76,7 +76,7 @@ class OuterOptimizer:
             if momentum is not None:
                 momentum.add_(mean)
             anchor.sub_(mean, alpha=settings["lr"] * (1 + settings["momentum"]))
-            own_part(param).copy_(anchor)
+            local_shard(param).copy_(anchor)
 
     def momenta(self) -> dict[nn.Parameter, Tensor]:
         """Return the momentum of this rank's part of each parameter, initialised to zeros before its first step."""
@@ -90,6 +90,6 @@ class OuterOptimizer:
 
 
 def _widened(param: nn.Parameter) -> Tensor:
-    own = own_part(param).detach()
+    own = local_shard(param).detach()
     dtype = torch.promote_types(own.dtype, torch.float32)
     return own.to(dtype, copy=True)

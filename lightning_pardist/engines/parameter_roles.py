@@ -77,7 +77,7 @@ def find_roles(found: OperatorTrace) -> dict[str, Role]:
         found: The operator trace of one step.
     """
     uses = _Walk(found).uses()
-    followed = _followed(found, uses)
+    followed = _used_by_later_layers(found, uses)
     roles: dict[str, set[Role]] = {name: set() for name in found.parameters}
     for use in uses:
         leads_on = use.followed or any(slot.index in followed for slot in use.out)
@@ -105,7 +105,7 @@ def _role(use: _Use, *, leads_on: bool) -> Role:
     return "matrix" if use.met else "embedding"
 
 
-def _followed(found: OperatorTrace, uses: list[_Use]) -> set[int]:
+def _used_by_later_layers(found: OperatorTrace, uses: list[_Use]) -> set[int]:
     """Return the indices of slots that a later layer depends on differentiably."""
     layers = {id(use.out[0]) for use in uses if use.kind == "product" and use.out}
     leading: set[int] = set()

@@ -239,7 +239,7 @@ class _Modes:
             return function()
 
 
-class WeighedLoss(torch.autograd.Function):
+class WeightedLoss(torch.autograd.Function):
     """Joint loss of the replicas with a given value; its gradient is passed to each loss times a factor."""
 
     @staticmethod

@@ -22,16 +22,16 @@ from lightning_pardist.checkpoint.coordination import GroupCoordinator, SingleCo
 from lightning_pardist.checkpoint.gather import assemble_optimizer
 from lightning_pardist.checkpoint.tensors import (
     Slots,
-    copy_whole,
+    copy_from_full,
+    full_slots,
     require_same_groups,
     shards_like,
-    whole_slots,
 )
 from lightning_pardist.collectives import table_device
 from lightning_pardist.compat.fsdp2 import states_in
 from lightning_pardist.engines.common.gradient_math import Counts
 from lightning_pardist.engines.ddp.buffers import broadcast_tensors
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
 #: Target size in bytes of the flat buffers in which gradients are averaged.
 _CHUNK_BYTES = 25 * 2**20
@@ -196,7 +196,7 @@ class UserParallelizedEngine:
         for param in with_gradient:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-        self._average([own_part(param.grad) for param in with_gradient if param.grad is not None])
+        self._average([local_shard(param.grad) for param in with_gradient if param.grad is not None])
 
     def _average(self, grads: Iterable[Tensor]) -> None:
         for chunk in _chunks(grads):
@@ -230,7 +230,7 @@ class UserParallelizedEngine:
         for param in params:
             if param.grad is None or (counts is not None and not counts(param)):
                 continue
-            local = own_part(param.grad)
+            local = local_shard(param.grad)
             # The inf-norm of an empty tensor is undefined.
             if not local.numel():
                 continue
@@ -247,7 +247,7 @@ class UserParallelizedEngine:
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return this rank's local parts of the gradients. Not collective."""
-        return [own_part(param.grad) for param in params if param.grad is not None]
+        return [local_shard(param.grad) for param in params if param.grad is not None]
 
     def zero_grad(self) -> None:
         """Do nothing: no gradients are kept outside the parameters."""
@@ -277,7 +277,7 @@ class UserParallelizedEngine:
 
     def slots(self, optimizer: Optimizer) -> Slots:
         """Return the parameters themselves, per parameter group."""
-        return whole_slots(optimizer)
+        return full_slots(optimizer)
 
     @torch.no_grad()
     def settle(self, optimizer: Optimizer) -> None:
@@ -308,16 +308,16 @@ def _laid_out(value: Any, param: nn.Parameter) -> Any:
         return value
     if not isinstance(param, DTensor) or not value.dim() or value.shape != param.shape:
         return value.clone()
-    local = own_part(param)
+    local = local_shard(param)
     part = torch.empty_like(local, dtype=local.dtype if value.is_floating_point() else value.dtype, requires_grad=False)
-    copy_whole(value, shards_like(param, part))
+    copy_from_full(value, shards_like(param, part))
     return _wrapped(part, param)
 
 
 def _wrapped(value: Any, param: Tensor) -> Any:
     if not isinstance(param, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
-    if not value.dim() or value.shape != own_part(param).shape:
+    if not value.dim() or value.shape != local_shard(param).shape:
         return value
     return DTensor.from_local(
         value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
@@ -338,4 +338,4 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _device(params: Sequence[nn.Parameter]) -> torch.device:
-    return own_part(params[0]).device if params else torch.device("cpu")
+    return local_shard(params[0]).device if params else torch.device("cpu")

@@ -27,7 +27,7 @@ from lightning_pardist.planner.plan_result import Plan
 from lightning_pardist.planner.planning import known_names, plan
 from lightning_pardist.planner.profiles import DeviceProfile
 from lightning_pardist.planner.words import sentence, size_text, time_text
-from lightning_pardist.runtime.job_counts import count_up
+from lightning_pardist.runtime.job_counts import next_call_number
 from lightning_pardist.runtime.process_group import job_store
 from lightning_pardist.settings import positive
 from lightning_pardist.strategies.strategy import PardistStrategy
@@ -111,7 +111,7 @@ class AutoStrategy(PardistStrategy):
         rank_zero_debug(f"{took} {time.perf_counter() - begin - measured_s:.1f} s.")
         if self.chosen != Candidate("pardist_ddp"):
             made: PardistStrategy = self.chosen.make()
-            self.take_axes(made)
+            self.adopt_axes(made)
 
     def _hosts(self) -> list[str]:
         """Return the host of every rank. Collective over the world."""
@@ -125,7 +125,7 @@ class AutoStrategy(PardistStrategy):
         Raises:
             TimeoutError: If it does not arrive in time.
         """
-        store, key = job_store(), f"pardist/auto/{count_up('choices')}"
+        store, key = job_store(), f"pardist/auto/{next_call_number('choices')}"
         if answer is not None:
             chosen, lines = answer
             store.set(key, json.dumps([chosen.strategy, dict(chosen.settings), lines]))
@@ -162,11 +162,11 @@ class AutoStrategy(PardistStrategy):
                 **settings,
             )
         except (PlanError, NoSampleError) as error:
-            return _without_a_plan(module, self._memory_gb or profile.memory_bytes / 1e9, sentence(error))
+            return _fallback_choice(module, self._memory_gb or profile.memory_bytes / 1e9, sentence(error))
         except Exception as error:
             # Any error: the other ranks wait, and a run without a plan is better than none.
             rank_zero_warn(f"pardist_auto could not make a plan:\n{''.join(traceback.format_exception(error))}")
-            return _without_a_plan(module, self._memory_gb or profile.memory_bytes / 1e9, sentence(error))
+            return _fallback_choice(module, self._memory_gb or profile.memory_bytes / 1e9, sentence(error))
         row = made.rows[0] if made.best is not None else min(made.rows, key=lambda each: each.memory["peak"])
         return row.candidate, _why(made, made.rows.index(row))
 
@@ -185,7 +185,7 @@ class AutoStrategy(PardistStrategy):
         return batch
 
 
-def _without_a_plan(module: pl.LightningModule, memory_gb: float, why: str) -> _Answer:
+def _fallback_choice(module: pl.LightningModule, memory_gb: float, why: str) -> _Answer:
     """Choose without a plan: ``pardist_ddp`` if its states are small for a device, else ``pardist_zero3``."""
     states = 4 * sum(param.numel() * param.element_size() for param in module.parameters())
     name = "pardist_ddp" if states < _SMALL * memory_gb * 1e9 else "pardist_zero3"

@@ -133,7 +133,7 @@ class Candidate:
         chunks = settings.get("chunks_per_rank", 1)
         return expected_idle_share(schedule, num_stages, num_microbatches, chunks_per_rank=chunks)
 
-    def by_meetings(self) -> tuple[int, Candidate, Candidate] | None:
+    def by_sync_interval(self) -> tuple[int, Candidate, Candidate] | None:
         """Return for local SGD the steps between averages, and the candidates that never average and that always do.
 
         None for candidates whose steps are all equal. ``start_local_step`` is ignored.

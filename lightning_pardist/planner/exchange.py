@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pardist.compat.fake_group import KeptAside
+from lightning_pardist.compat.fake_group import SuspendedGroups
 
 
 class Stuck(RuntimeError):
@@ -21,7 +21,7 @@ class Turns:
 
     def __init__(self, count: int) -> None:
         self._condition = threading.Condition()
-        self._asides = [KeptAside() for _ in range(count)]
+        self._asides = [SuspendedGroups() for _ in range(count)]
         self._ready: list[Callable[[], bool] | None] = [lambda: True] * count
         self._running: int | None = None
         self.failed = False
@@ -50,7 +50,7 @@ class Turns:
 
     def _give(self, index: int, ready: Callable[[], bool] | None) -> None:
         with self._condition:
-            self._asides[index].put_aside()
+            self._asides[index].suspend()
             self._ready[index] = ready
             self._running = None
             self._condition.notify_all()
@@ -60,7 +60,7 @@ class Turns:
             self._condition.wait_for(lambda: self._running is None and self._next() == index)
             self._running = index
             self._ready[index] = None
-            self._asides[index].put_back()
+            self._asides[index].resume()
 
     def _next(self) -> int | None:
         """Return the next thread: a ready one; if there is none, a waiting one, which then raises :class:`Stuck`."""
@@ -87,7 +87,7 @@ class Exchange:
         self._turns, self._box = turns, box
         self._told: dict[Any, int] = {}
 
-    def knows(self, rank: int) -> bool:
+    def is_traced(self, rank: int) -> bool:
         """Return whether a rank is traced as well."""
         return rank in self._ranks
 
@@ -112,7 +112,7 @@ class Exchange:
         Raises:
             Stuck: If the source never makes the call.
         """
-        if not self.knows(source):
+        if not self.is_traced(source):
             return
         count = self._told[source, group] = self._told.get((source, group), 0) + 1
         said = self._box.setdefault((source, group), deque())

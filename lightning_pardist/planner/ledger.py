@@ -173,7 +173,7 @@ class Ledger(UncompiledMode):
             if block is not None and block.kind in ("activations", "other"):
                 block.kind = kind
 
-    def rest_is(self, kind: str) -> None:
+    def name_remaining(self, kind: str) -> None:
         """Set the kind of all current storages that are still counted as activations."""
         for block in self._blocks.values():
             if block.kind == "activations":

@@ -22,8 +22,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_pardist.compat.fake_group import alone_among, several_alone
-from lightning_pardist.compat.lightning_loops import belongings
+from lightning_pardist.compat.fake_group import fake_worlds_in_threads, in_fake_world
+from lightning_pardist.compat.lightning_loops import run_references
 from lightning_pardist.compat.optimizers import as_on_devices
 from lightning_pardist.compat.pytree import tree_map_only
 from lightning_pardist.mesh import ParallelDims
@@ -31,7 +31,7 @@ from lightning_pardist.planner.exchange import Exchange, Stuck, Turns
 from lightning_pardist.planner.ledger import Event, FileTransfer, Held, HostStep, Operator
 from lightning_pardist.planner.skipped_kernels import Forms, SkippedKernels
 from lightning_pardist.planner.step_ledger import StepLedger
-from lightning_pardist.runtime.distributed_context import rehearsed
+from lightning_pardist.runtime.distributed_context import trial_meshes
 from lightning_pardist.strategies.strategy import PardistStrategy
 from lightning_pardist.trainer.sample_batches import undisturbed_random
 
@@ -120,7 +120,7 @@ def trace_rank(
         settings: dict[str, Any] = {"trainer_settings": trainer_settings, "forms": forms, "found": found}
         return trace_ranks(module, batch, strategy, [place], **settings)[0]
     with _undisturbed(), _optimizers_of(place):
-        return _traced(module, batch, _knowing(strategy, found), place, trainer_settings or {}, forms, None)
+        return _traced(module, batch, _sharing_findings(strategy, found), place, trainer_settings or {}, forms, None)
 
 
 def trace_ranks(
@@ -150,7 +150,7 @@ def trace_ranks(
     """
     settings, ranks = trainer_settings or {}, [place.rank for place in places]
     turns, box = Turns(len(places)), dict[Any, deque[Any]]()
-    strategy = _knowing(strategy, {} if found is None else found)
+    strategy = _sharing_findings(strategy, {} if found is None else found)
     traces: dict[int, RankTrace] = {}
     failures: list[BaseException] = []
 
@@ -166,7 +166,7 @@ def trace_ranks(
         finally:
             turns.leave(index, failed=failed)
 
-    with _undisturbed(), _optimizers_of(places[0]), several_alone(places[0].stands_for), SkippedKernels():
+    with _undisturbed(), _optimizers_of(places[0]), fake_worlds_in_threads(places[0].stands_for), SkippedKernels():
         threads = [Thread(target=run, args=(index,), daemon=True) for index in range(len(places))]
         for thread in threads:
             thread.start()
@@ -177,7 +177,9 @@ def trace_ranks(
     return [traces[index] for index in range(len(places))]
 
 
-def _knowing(strategy: Callable[[], PardistStrategy], found: dict[Any, Any] | None) -> Callable[[], PardistStrategy]:
+def _sharing_findings(
+    strategy: Callable[[], PardistStrategy], found: dict[Any, Any] | None
+) -> Callable[[], PardistStrategy]:
     """Wrap a strategy factory: its strategies share findings about the module, and skip checks that need values."""
 
     def make() -> PardistStrategy:
@@ -201,7 +203,7 @@ def _traced(
 ) -> RankTrace:
     accumulated = int(settings.get("accumulate_grad_batches", 1))
     broadcast = None if exchange is None else exchange.broadcast
-    group = alone_among(place.world_size, rank=place.rank, stands_for=place.stands_for, broadcast=broadcast)
+    group = in_fake_world(place.world_size, rank=place.rank, stands_for=place.stands_for, broadcast=broadcast)
     with group, SkippedKernels(forms, exchange) as skipped:
         made = strategy()
         # On CPU, host and device memory are the same.
@@ -315,7 +317,7 @@ def without_values(module: pl.LightningModule, skipped: SkippedKernels) -> pl.Li
             memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
     skipped.forget(memo.values())
     # During fit, a module references its Trainer and device mesh, which must not be copied.
-    memo |= {id(own): None for own in belongings(module) if own is not None}
+    memo |= {id(own): None for own in run_references(module) if own is not None}
     return copy.deepcopy(module, memo)
 
 
@@ -392,7 +394,7 @@ def _undisturbed() -> Iterator[None]:
     before = logging.root.manager.disable
     with ExitStack() as stack:
         stack.enter_context(undisturbed_random())
-        stack.enter_context(rehearsed())
+        stack.enter_context(trial_meshes())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)

@@ -154,17 +154,17 @@ class Search:
         """
         some = list(candidates)
         if self._leave_out:
-            some.sort(key=lambda each: (not each.offloads, self._promise(each)), reverse=True)
+            some.sort(key=lambda each: (not each.offloads, self._speed_bound(each)), reverse=True)
         for candidate in some:
             self.add(candidate)
 
-    def _promise(self, candidate: Candidate) -> float:
+    def _speed_bound(self, candidate: Candidate) -> float:
         """Return a bound of a candidate's samples per second; infinite for ``pardist_ddp``, which is planned first."""
         if candidate.strategy == "pardist_ddp":
             return math.inf
         try:
             dims = dims_of(candidate.make(), self._first)
-            return self._most(_Bound(candidate, dims, self._share(dims)), self._profile)[0]
+            return self._max_samples_per_s(_Bound(candidate, dims, self._share(dims)), self._profile)[0]
         except (ValueError, MisconfigurationException):
             return 0.0
 
@@ -179,7 +179,7 @@ class Search:
         except (ValueError, MisconfigurationException) as error:
             self._refused.append(Refused(candidate, f"refused: {sentence(error)}"))
             return
-        if self._leave_out and (why := self._cannot_be_best(bound, self._rows, self._profile)) is not None:
+        if self._leave_out and (why := self._exclusion_reason(bound, self._rows, self._profile)) is not None:
             self._refused.append(Refused(candidate, why))
             self._left_out.append(bound)
             return
@@ -269,7 +269,7 @@ class Search:
         for each in self._refused:
             bound = next((bound for bound in self._left_out if bound.candidate is each.candidate), None)
             if bound is not None:
-                why = self._cannot_be_best(bound, rows, profile)
+                why = self._exclusion_reason(bound, rows, profile)
                 each = Refused(each.candidate, why or _NOT_TRACED)
                 untraced += [each.candidate] if why is None else []
             refused.append(each)
@@ -339,7 +339,7 @@ class Search:
         candidate, dims, share = bound.candidate, bound.dims, bound.share
         places = stage_places(dims, self._first)
         try:
-            if (islands := candidate.by_meetings()) is None:
+            if (islands := candidate.by_sync_interval()) is None:
                 return _Traced(candidate, self._trace(candidate, places, share), share)
             every, *both = islands
             apart, together = (self._trace(each, places, share) for each in both)
@@ -370,7 +370,7 @@ class Search:
                 f" {type(error).__name__}: {sentence(error)}"
             ) from error
 
-    def _cannot_be_best(self, bound: _Bound, rows: Sequence[Row], profile: DeviceProfile) -> str | None:
+    def _exclusion_reason(self, bound: _Bound, rows: Sequence[Row], profile: DeviceProfile) -> str | None:
         """Return by bounds why a candidate cannot be the best; None if it can. Replicas hold the unsharded states.
 
         If a candidate whose ranks share a batch fits but is slower than others, larger groups are skipped: they send or
@@ -398,7 +398,7 @@ class Search:
                     f"not traced: {row.candidate} fits but is slower than others, and larger groups communicate or"
                     " wait more for the same computation. Name it in strategies to trace it."
                 )
-        most, why = self._most(bound, profile)
+        most, why = self._max_samples_per_s(bound, profile)
         strategies = {row.candidate.strategy for row in rows}
         if most > best or (len(strategies) < _COMPARED and candidate.strategy not in strategies):
             return None
@@ -407,16 +407,16 @@ class Search:
             f" {best:.1f}. Name it in strategies to trace it."
         )
 
-    def _most(self, bound: _Bound, profile: DeviceProfile) -> tuple[float, str]:
+    def _max_samples_per_s(self, bound: _Bound, profile: DeviceProfile) -> tuple[float, str]:
         """Return an upper bound of the samples per second, and what limits it."""
-        (computes, why), sends = self._least_computing(bound, profile), self._least_sending(bound, profile)
+        (computes, why), sends = self._min_compute_time(bound, profile), self._min_communication_time(bound, profile)
         if sends > computes:
             what = "gradients" if bound.candidate.replicates else "gradients and parameters"
             why = f"sending its {what} takes at least {1000 * sends:.1f} ms a step"
         least, samples = max(computes, sends), samples_of(self._batch) * bound.share * bound.dims.batch_size
         return samples * self._job.accumulated / least if least else math.inf, why
 
-    def _least_computing(self, bound: _Bound, profile: DeviceProfile) -> tuple[float, str]:
+    def _min_compute_time(self, bound: _Bound, profile: DeviceProfile) -> tuple[float, str]:
         """Return a lower bound of a step's compute time in seconds, and the reason.
 
         The ranks that share a batch divide at most its arithmetic. Tensor ranks issue as many operators as a single
@@ -440,7 +440,7 @@ class Search:
         parts = f", in {times} micro-batches" if times > 1 else ""
         return max(computes, issues), f"{apart} ranks share each batch{parts}"
 
-    def _least_sending(self, bound: _Bound, profile: DeviceProfile) -> float:
+    def _min_communication_time(self, bound: _Bound, profile: DeviceProfile) -> float:
         """Return a lower bound of a step's communication time for gradients, in seconds, in its slowest group.
 
         Replicas all-reduce gradients uncompressed. Sharded states are reduce-scattered and all-gathered at least once,

@@ -114,7 +114,7 @@ class SkippedKernels(UncompiledMode):
         if func is local_scalar:
             return func(*args, **kwargs) if known else self._answer(inputs[0])
         if func in _QUESTIONS and not known:
-            self._note_look()
+            self._note_value_read()
             return _QUESTIONS[func]
         if is_view(func):
             result = func(*args, **kwargs)
@@ -260,12 +260,12 @@ class SkippedKernels(UncompiledMode):
         return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
     def _answer(self, tensor: Tensor) -> Any:
-        self._note_look()
+        self._note_value_read()
         if tensor.dtype == torch.bool:
             return self._unknown[storage_key(tensor)]
         return 1.0 if tensor.is_floating_point() else 1
 
-    def _note_look(self) -> None:
+    def _note_value_read(self) -> None:
         frame: Any = sys._getframe(2)
         while frame is not None:
             name = frame.f_globals.get("__name__", "")
@@ -320,7 +320,7 @@ class SkippedKernels(UncompiledMode):
         (tensors, group, peer, tag), exchange = args[:4], self._exchange
         other = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))[peer]
         for tensor in tensors:
-            if exchange is None or not exchange.knows(other):
+            if exchange is None or not exchange.is_traced(other):
                 self.forget([tensor] if name == "recv_" else [])
             elif name == "send":
                 known = storage_key(tensor) not in self._unknown and tensor.numel() <= _LARGEST

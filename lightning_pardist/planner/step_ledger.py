@@ -68,7 +68,7 @@ class StepLedger(pl.Callback):
         if self._ledger is None or self._batches != (self._step - 1) * trainer.accumulate_grad_batches + 1:
             return
         self._name(trainer)
-        self._ledger.rest_is("other")
+        self._ledger.name_remaining("other")
         self._ledger.note(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         self._ledger.start()
         self._mark("forward")
@@ -97,7 +97,7 @@ class StepLedger(pl.Callback):
         self.held, where = self._ledger.at_peak(self._away, self.before_optimizer if self._away else None)
         self.held_away = self._ledger.held_before(self._away, self.before_optimizer)
         self.peak_in = next((name for at, name in reversed(self._marks) if at <= where), "forward")
-        self.microbatches = trainer.strategy.context.runs_a_step  # type: ignore[attr-defined]
+        self.microbatches = trainer.strategy.context.passes_per_step  # type: ignore[attr-defined]
         if self.peak_in != "optimizer" and self.microbatches > 1:
             self.peak_in = "forward and backward of micro-batches"
 

@@ -101,7 +101,7 @@ def time_ranks(
     while waiting and moved:
         moved = False
         for rank in sorted(waiting):
-            moved = players[rank].go_on() or moved
+            moved = players[rank].advance() or moved
             if players[rank].is_done:
                 waiting.discard(rank)
     if waiting:
@@ -112,7 +112,7 @@ def time_ranks(
 
 
 @dataclass(slots=True)
-class _OnWay:
+class _MessageInFlight:
     """A message in flight that occupies the processor from its begin to its end."""
 
     begin: float
@@ -138,9 +138,9 @@ class _Player:
         self._host = self._device = self._compute = self._waited = self._for_stages = self._on_wire = 0.0
         self._groups: dict[object, float] = {}
         self._done: dict[int, float] = {}
-        #: Fraction of a message's time that it takes from the computing processor, see :meth:`_stolen`.
+        #: Fraction of a message's time that it takes from the computing processor, see :meth:`_host_time_of_messages`.
         self._share = 0.0 if profile.asynchronous else profile.link_host_share
-        self._on_way: list[_OnWay] = []
+        self._on_way: list[_MessageInFlight] = []
         #: Storages last written by a message of another stage.
         self._received: set[int] = set()
         self._spans: list[Span] = []
@@ -160,7 +160,7 @@ class _Player:
         number = f"event {self._next} of {len(self._events)}"
         return f"{event.name} ({number})" if isinstance(event, Message) else number
 
-    def go_on(self) -> bool:
+    def advance(self) -> bool:
         """Simulate events until one needs a message that is not sent yet; return whether there was progress."""
         before = self._next
         while self._next < len(self._events):
@@ -202,7 +202,7 @@ class _Player:
                 self._waited += ready - start
             self._note("wait", start, ready)
         start = max(start, ready)
-        stolen = self._stolen(start, took) if self._on_way else 0.0
+        stolen = self._host_time_of_messages(start, took) if self._on_way else 0.0
         self._device = start + took + stolen
         self._compute += took
         self._waited += stolen
@@ -220,7 +220,7 @@ class _Player:
         self._host = self._device = start + took
         self._note("wait", start, self._device)
 
-    def _stolen(self, start: float, took: float) -> float:
+    def _host_time_of_messages(self, start: float, took: float) -> float:
         """Return the seconds that messages take from an operator if both use the same processor.
 
         The processor is shared evenly: while both run, each gets half of it, and a message is delayed accordingly.
@@ -237,7 +237,7 @@ class _Player:
                 self._arrives(each)
         return stolen
 
-    def _arrives(self, message: _OnWay) -> None:
+    def _arrives(self, message: _MessageInFlight) -> None:
         for key in message.touches:
             self._done[key] = max(self._done.get(key, 0.0), message.end)
         self._groups[message.stream] = max(self._groups.get(message.stream, 0.0), message.end)
@@ -260,7 +260,7 @@ class _Player:
         end = start + took
         if self._share and took:
             touches = () if single and not receives else event.touches
-            self._on_way.append(_OnWay(start, end, stream, touches))
+            self._on_way.append(_MessageInFlight(start, end, stream, touches))
         if single and not receives:
             if (out := self._wires.get((self._rank, other))) is not None:
                 out.append(start)

@@ -20,16 +20,16 @@ from lightning_pardist.compat.default_group import DefaultGroup
 from lightning_pardist.mesh import JobMeshes, ParallelDims
 from lightning_pardist.runtime.environments.find import rendezvous_endpoint
 from lightning_pardist.runtime.failed_runs import Failure, SaveRefusal
-from lightning_pardist.runtime.job_counts import count_up, counted_apart
+from lightning_pardist.runtime.isolated_ranks import group_of, isolate_ranks, restore_world
+from lightning_pardist.runtime.job_counts import next_call_number, preserve_call_numbers
 from lightning_pardist.runtime.launchers import children
 from lightning_pardist.runtime.process_group import (
     check_backend,
-    destroy_alone,
+    destroy_single_rank_group,
     forget_interface,
     init_process_group,
     job_store,
 )
-from lightning_pardist.runtime.ranks_apart import group_of, make_whole, set_apart
 from lightning_pardist.runtime.watchdog import Watchdog
 from lightning_pardist.settings import positive
 
@@ -53,11 +53,11 @@ class DistributedContext:
 
     Attributes:
         dims: Degrees of parallelism; set when the number of ranks is known, before :meth:`open`.
-        global_rank: This rank, ``0 <= global_rank < dims.world_size``, unless it :attr:`is_apart`.
+        global_rank: This rank, ``0 <= global_rank < dims.world_size``, unless it :attr:`is_isolated`.
         local_rank: Index of this rank on its host.
         device: Device of this rank.
         run: Number of the run, equal on all ranks.
-        apart: Number of ranks that do not train, the last ones of the job; they are not part of ``dims``.
+        num_isolated: Number of ranks that do not train, the last ones of the job; they are not part of ``dims``.
         worlds: Number of worlds of ``dims`` that train side by side; 1 if all training ranks form one.
         failure: How the last run has failed on this rank; None if it has not.
         watchdog: Ends this rank when another one fails. None on one rank, before a run, and when this rank's part of it
@@ -79,8 +79,8 @@ class DistributedContext:
         self.dims = ParallelDims()
         self.global_rank = self.local_rank = 0
         self.device = torch.device("cpu")
-        self.run = self.apart = 0
-        self.is_apart = False
+        self.run = self.num_isolated = 0
+        self.is_isolated = False
         self.worlds = 1
         self._start: dist.ProcessGroup | None = None
         self._messages: dist.ProcessGroup | None = None
@@ -128,14 +128,14 @@ class DistributedContext:
     @property
     def is_follower(self) -> bool:
         """Whether this rank trains in a world other than the first one, which logs and writes for all."""
-        return self.worlds > 1 and not self.is_apart and self.global_rank >= self.world_size
+        return self.worlds > 1 and not self.is_isolated and self.global_rank >= self.world_size
 
     @property
     def start_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that start a run together: the world, or all worlds side by side, until :meth:`part`."""
+        """Group of the ranks that start a run together: the world, or all worlds until :meth:`separate_worlds`."""
         return world_group() if self._start is None else self._start
 
-    def part(self, batches: float) -> None:
+    def separate_worlds(self, batches: float) -> None:
         """Make the worlds independent once their states are equal: afterwards each needs no other than the first.
 
         Collective over all worlds.
@@ -160,7 +160,7 @@ class DistributedContext:
         dist.barrier(self._start)
         self._start = None
         if self.watchdog is not None:
-            self.watchdog.tolerate(self.followers)
+            self.watchdog.allow_loss(self.followers)
 
     @property
     def followers(self) -> range:
@@ -172,7 +172,7 @@ class DistributedContext:
 
         Args:
             timeout: How long a message may take if nothing else bounds the wait for it; days, among ranks of which some
-                are set apart.
+                are isolated.
         """
         return self.meshes.messages(timeout) if self._messages is None else self._messages
 
@@ -183,7 +183,7 @@ class DistributedContext:
         global_rank: int,
         local_rank: int,
         device: torch.device,
-        apart: int = 0,
+        num_isolated: int = 0,
         worlds: int = 1,
     ) -> None:
         """Connect to the other ranks, and start the watchdog. Collective over all ranks of the job.
@@ -193,7 +193,7 @@ class DistributedContext:
             global_rank: This rank.
             local_rank: Index of this rank on its host.
             device: Device of this rank.
-            apart: Number of ranks after those of :attr:`dims`, each of which becomes a world of its own.
+            num_isolated: Number of ranks after those of :attr:`dims`, each of which becomes a world of its own.
             worlds: Number of worlds of :attr:`dims` before them.
 
         Raises:
@@ -204,8 +204,8 @@ class DistributedContext:
         self.worlds, self._start = worlds, None
         self.failure = self._refusal = self._refused_for = None
         trained, timeout = self.world_size * worlds, timedelta(seconds=self.timeout_s)
-        job_size = trained + apart
-        make_whole()
+        job_size = trained + num_isolated
+        restore_world()
         self._owns_group = not dist.is_initialized()
         init_process_group(
             self.process_group_backend,
@@ -215,7 +215,7 @@ class DistributedContext:
             device=device,
             timeout=timeout,
         )
-        self.run = count_up("runs")
+        self.run = next_call_number("runs")
         # A group of torch's "fake" backend has no other ranks to watch.
         if job_size > 1 and dist.get_backend() != "fake":
             self.watchdog = Watchdog(
@@ -228,21 +228,21 @@ class DistributedContext:
             )
             self.watchdog.start()
             # The process that has started the others of this host is the first rank there.
-            blame, first = self.watchdog.blame, global_rank - local_rank
+            blame, first = self.watchdog.report_failure_of, global_rank - local_rank
             children.report_to(lambda local, text, killed: blame(first + local, text, killed=killed))
-            self.watchdog.on_lost = lambda rank: children.lose(rank - first)
-            self._know_worlds(self.watchdog)
-        self.apart, self.is_apart = apart, global_rank >= trained
-        self._messages = set_apart(apart, worlds=worlds, timeout=timeout) if apart else None
-        if worlds > 1 and not self.is_apart:
-            self._start = group_of(self._who_begins(), timeout=timeout)
-        if self.is_apart:
+            self.watchdog.on_lost = lambda rank: children.drop_rank(rank - first)
+            self._check_lost_ranks(self.watchdog)
+        self.num_isolated, self.is_isolated = num_isolated, global_rank >= trained
+        self._messages = isolate_ranks(num_isolated, worlds=worlds, timeout=timeout) if num_isolated else None
+        if worlds > 1 and not self.is_isolated:
+            self._start = group_of(self._training_ranks(), timeout=timeout)
+        if self.is_isolated:
             self.dims = ParallelDims()
             if worlds > 1 and self.watchdog is not None:
-                self.watchdog.tolerate(self.followers)
+                self.watchdog.allow_loss(self.followers)
         self._meshes, self.default_group = _meshes_for(self.dims, device.type)
 
-    def _know_worlds(self, watchdog: Watchdog) -> None:
+    def _check_lost_ranks(self, watchdog: Watchdog) -> None:
         """Record that ranks may be lost, and check that a run which needs all ranks is not started without some.
 
         Raises:
@@ -260,18 +260,18 @@ class DistributedContext:
                     f" follow. {next(iter(watchdog.lost.values()))}"
                 )
 
-    def served(self) -> None:
+    def publish_served(self) -> None:
         """Publish that this server has no worker left and has recorded all lost ranks."""
         job_store().set(f"pardist/served/{self.run}/{self.global_rank}", "")
 
-    def await_served(self) -> None:
+    def wait_for_servers(self) -> None:
         """Wait until the servers have reached the end of the run, while the watchdog monitors servers and workers.
 
         Raises:
             TimeoutError: If they do not, though they give up workers that do not respond for ``timeout_s``.
         """
         trained = self.world_size * self.worlds
-        keys = [f"pardist/served/{self.run}/{rank}" for rank in range(trained, trained + self.apart)]
+        keys = [f"pardist/served/{self.run}/{rank}" for rank in range(trained, trained + self.num_isolated)]
         deadline = time.monotonic() + 2 * self.timeout_s + _LAST_LOSS_S
         while not job_store().check(keys):
             if time.monotonic() > deadline:
@@ -281,7 +281,7 @@ class DistributedContext:
                 )
             time.sleep(_POLL_S)
 
-    def _who_begins(self) -> list[int]:
+    def _training_ranks(self) -> list[int]:
         """Return the ranks that train in this run, published by the first rank: all but those lost in earlier runs.
 
         The first rank has seen all losses: it reaches the end of each run after the servers.
@@ -316,7 +316,7 @@ class DistributedContext:
             return None
         if self.failure.elsewhere:
             return SaveRefusal(self.failure.why_alone)
-        ranks = self.world_size * self.worlds + self.apart
+        ranks = self.world_size * self.worlds + self.num_isolated
         if self._meshes is None or ranks == 1:
             return None
         if self._refused_for is not self.failure:
@@ -347,9 +347,9 @@ class DistributedContext:
             return
         self.stop_watchdog()
         forget_interface()
-        # A rank set apart has a default group of one rank, inside the job's group.
-        if self._owns_group and not self.apart:
-            destroy_alone()
+        # An isolated rank has a default group of one rank, inside the job's group.
+        if self._owns_group and not self.num_isolated:
+            destroy_single_rank_group()
             _forget_past_meshes()
 
 
@@ -373,13 +373,13 @@ def _meshes_for(dims: ParallelDims, device_type: str) -> tuple[JobMeshes, Defaul
 
 
 @contextmanager
-def rehearsed() -> Iterator[None]:
+def trial_meshes() -> Iterator[None]:
     """Return a context for trial runs with process groups of their own: the job's meshes and counters are restored."""
     global _meshes, _meshes_world
     before = _meshes, _meshes_world
     _meshes, _meshes_world = {}, None
     try:
-        with counted_apart():
+        with preserve_call_numbers():
             yield
     finally:
         _meshes, _meshes_world = before

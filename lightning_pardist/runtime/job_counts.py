@@ -9,14 +9,14 @@ from contextlib import contextmanager
 _counts: Counter[str] = Counter()
 
 
-def count_up(what: str) -> int:
+def next_call_number(what: str) -> int:
     """Return how often this was called for ``what`` before: equal on all ranks."""
     _counts[what] += 1
     return _counts[what] - 1
 
 
 @contextmanager
-def counted_apart() -> Iterator[None]:
+def preserve_call_numbers() -> Iterator[None]:
     """Return a context that restores the counters at its end, for work that one rank does alone."""
     before = _counts.copy()
     try:

@@ -47,7 +47,7 @@ from lightning_pardist.compat.lightning_loops import return_predictions
 from lightning_pardist.runtime.environments.launched import child_environment, launcher_pid, wants_full_tracebacks
 from lightning_pardist.runtime.failed_runs import Failure
 from lightning_pardist.runtime.failure_text import format_failure, is_refusal
-from lightning_pardist.runtime.last_words import leave, say
+from lightning_pardist.runtime.process_exit import exit_now, write_stderr
 from lightning_pardist.runtime.returned_predictions import ReturnedPredictions
 from lightning_pardist.runtime.watchdog import GRACE_S, FailureReport, PeerFailedError, Watchdog, where
 
@@ -172,7 +172,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
         self._failures = mp.get_context(start_method(self)).SimpleQueue()
         self.procs = []
         try:
-            with self._passing_sigterm_on():
+            with self._forwarding_sigterm():
                 result = super().launch(function, *args, trainer=trainer, **kwargs)
             self._rank.failure = None
             return result if self._predictions is None else self._predictions.receive()
@@ -227,7 +227,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
                 self._failures.put(FailureReport(rank, f"pid {os.getpid()}", format_failure(exception)))
                 raise
 
-        if signal.getsignal(signal.SIGTERM) == self._passed_on:
+        if signal.getsignal(signal.SIGTERM) == self._forward_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         watch_parent(os.getppid())
         if self._predictions is not None:
@@ -248,19 +248,19 @@ class MultiProcessLauncher(MultiProcessingLauncher):
         super()._recover_results_in_main_process(worker_output, trainer)
 
     @contextmanager
-    def _passing_sigterm_on(self) -> Iterator[None]:
+    def _forwarding_sigterm(self) -> Iterator[None]:
         main = threading.current_thread() is threading.main_thread()
         # A handler of the user's own is kept.
         if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             yield
             return
-        signal.signal(signal.SIGTERM, self._passed_on)
+        signal.signal(signal.SIGTERM, self._forward_signal)
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _passed_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         if self.procs:
             self.kill(signal.SIGTERM)
             return
@@ -290,7 +290,7 @@ def guarded(rank: Watched, function: Callable[..., Any], *args: Any, **kwargs: A
         if isinstance(exception, (KeyboardInterrupt, SystemExit)):
             rank.failure = Failure.of(exception)
         if isinstance(exception, KeyboardInterrupt) and rank.watchdog is not None:
-            rank.watchdog.tell(INTERRUPTED)
+            rank.watchdog.publish_reason(INTERRUPTED)
         rank.stop_watchdog()
         raise
     except BaseException as exception:
@@ -301,7 +301,7 @@ def guarded(rank: Watched, function: Callable[..., Any], *args: Any, **kwargs: A
         first = watchdog.failed(exception)
         if first.rank == rank.global_rank:
             raise
-        if first.says_the_same(exception):
+        if first.is_same_failure(exception):
             exception.__dict__[_REPORTED] = first
             raise
         raise PeerFailedError(first) from None
@@ -353,17 +353,17 @@ class Children:
         self._processes.extend(processes)
         if first:
             atexit.register(self._at_exit)
-            _Poll("pardist-children", self._look, every_s=_POLL_S).start()
+            _Poll("pardist-children", self._poll_children, every_s=_POLL_S).start()
 
     def interrupt(self, *, is_first: bool) -> None:
         """Record a Ctrl-C: Lightning ends the other ranks, and their exit is not reported."""
         if is_first and not self.interrupted:
-            atexit.register(self._say_interrupted)
+            atexit.register(self._print_interrupted)
         self.interrupted = True
 
-    def _say_interrupted(self) -> None:
+    def _print_interrupted(self) -> None:
         self.end(GRACE_S)
-        say(INTERRUPTED)
+        write_stderr(INTERRUPTED)
 
     def report_to(self, blame: Callable[[int, str, bool], bool]) -> None:
         """Set the function that is called when a child dies.
@@ -372,7 +372,7 @@ class Children:
         """
         self._blame = blame
 
-    def lose(self, local_rank: int) -> None:
+    def drop_rank(self, local_rank: int) -> None:
         """Continue without a rank of this host; its process is killed if it is still running after a grace period."""
         index = local_rank - 1
         if not 0 <= index < len(self._processes):
@@ -398,7 +398,7 @@ class Children:
         failed = (process for process in self._processes if process.returncode == 1)
         return report.where in [where(process.pid) for process in failed]
 
-    def _look(self) -> bool:
+    def _poll_children(self) -> bool:
         for index, process in enumerate(self._processes):
             if index in self._known or process.poll() is None:
                 continue
@@ -407,14 +407,14 @@ class Children:
                 self._died(index + 1, process)
         return len(self._known) == len(self._processes)
 
-    def _ends_anyway(self) -> bool:
+    def _is_ending(self) -> bool:
         return self.failing or self.interrupted
 
     def _died(self, local_rank: int, process: subprocess.Popen[bytes]) -> None:
-        if self._ends_anyway():
+        if self._is_ending():
             return
         interrupted = process.returncode == -signal.SIGINT
-        text = INTERRUPTED if interrupted else _obituary(local_rank, process)
+        text = INTERRUPTED if interrupted else _exit_message(local_rank, process)
         if self._blame is not None:
             # If the rank could report by itself, its report came first and this one is ignored.
             if self._blame(local_rank, text, process.returncode < 0 and not interrupted):
@@ -422,12 +422,12 @@ class Children:
             return
         # No watchdog yet: the main thread waits for a rank that will never connect.
         time.sleep(1.0)
-        if self._ends_anyway():
+        if self._is_ending():
             return
         text = text if interrupted else f"{text} Training had not begun. Its own output is above."
-        say(text)
+        write_stderr(text)
         self.end(GRACE_S)
-        leave()
+        exit_now()
 
     def _at_exit(self) -> None:
         self.end(GRACE_S if self.failing or self.interrupted else _EXIT_WAIT_S)
@@ -440,8 +440,8 @@ class Children:
         ]
         if failed and not self.failing:
             for local_rank, process in failed:
-                say(_obituary(local_rank, process))
-            leave()
+                write_stderr(_exit_message(local_rank, process))
+            exit_now()
 
 
 children = Children()
@@ -504,8 +504,10 @@ def watch_parent(pid: int) -> None:
 
     def look() -> bool:
         if os.getppid() != pid:
-            say(f"Process {os.getpid()} ends because process {pid}, which started it, is gone.", sys.__stderr__)
-            leave()
+            write_stderr(
+                f"Process {os.getpid()} ends because process {pid}, which started it, is gone.", sys.__stderr__
+            )
+            exit_now()
         return False
 
     _Poll("pardist-parent", look, every_s=1.0).start()
@@ -529,7 +531,7 @@ _HINTS = {
 }
 
 
-def _obituary(local_rank: int, process: subprocess.Popen[bytes]) -> str:
+def _exit_message(local_rank: int, process: subprocess.Popen[bytes]) -> str:
     who, code = f"Rank {local_rank} (pid {process.pid})", process.returncode
     if code < 0:
         name = signal.Signals(-code).name

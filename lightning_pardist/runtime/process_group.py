@@ -88,7 +88,7 @@ def init_process_group(
         TimeoutError: If ranks do not find each other, with the address and what to check.
     """
     global _store
-    _spare_forked_children()
+    _protect_forked_children()
     backend = backend or default_backend(device)
     # Used by NCCL only. torch takes a bound device as permission to split groups, which gloo does not support.
     device_id = device if device.type == "cuda" and "nccl" in backend else None
@@ -103,7 +103,7 @@ def init_process_group(
             name_interface(meeting)
         return
     if world_size == 1:
-        # No rendezvous: no port, no environment variable, and destroy_alone() leaves no trace.
+        # No rendezvous: no port, no environment variable, and destroy_single_rank_group() leaves no trace.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device_id)
         return
     if _store is None:
@@ -111,7 +111,7 @@ def init_process_group(
         wait = max(timeout, _RENDEZVOUS_TIMEOUT)
         _store = store or open_store(meeting, rank=rank, world_size=world_size, timeout=wait)
         atexit.register(_destroy)
-        _await_everybody(_store, world_size, wait)
+        _wait_for_all_ranks(_store, world_size, wait)
     name_interface(meeting)
     dist.init_process_group(
         backend,
@@ -147,7 +147,7 @@ def forget_interface() -> None:
 
 
 @functools.cache
-def _spare_forked_children() -> None:
+def _protect_forked_children() -> None:
     """Keep forked children (workers of a loader, for example) from garbage-collecting objects that they inherit.
 
     The destructor of a gloo group waits for its threads, which a child does not have: if it collected the group of an
@@ -156,7 +156,7 @@ def _spare_forked_children() -> None:
     os.register_at_fork(after_in_child=gc.freeze)
 
 
-def _await_everybody(store: Store, world_size: int, timeout: timedelta) -> None:
+def _wait_for_all_ranks(store: Store, world_size: int, timeout: timedelta) -> None:
     """Wait until every rank has opened the store, so that the group's shorter timeout starts on all ranks together.
 
     Raises:
@@ -175,7 +175,7 @@ def _await_everybody(store: Store, world_size: int, timeout: timedelta) -> None:
         ) from error
 
 
-def destroy_alone() -> None:
+def destroy_single_rank_group() -> None:
     """Destroy the default group if it has one rank. A larger one lives as long as the process.
 
     Scripts use it after training, and the next run needs it again.

@@ -41,7 +41,7 @@ from lightning_pardist.runtime.hang_diagnosis import (
     places,
     waits_in_collective,
 )
-from lightning_pardist.runtime.last_words import leave, say
+from lightning_pardist.runtime.process_exit import exit_now, write_stderr
 
 _POLL_S = 0.5
 _STORE_TIMEOUT_S = 5.0
@@ -80,7 +80,7 @@ class FailureReport:
         who = f"rank {self.rank} ({self.where})" if self.rank >= 0 else "a rank"
         return f"The job ended because {who} failed:\n\n{self.text.rstrip()}"
 
-    def says_the_same(self, exception: BaseException) -> bool:
+    def is_same_failure(self, exception: BaseException) -> bool:
         """Return whether that rank raised this exception too, as all ranks do if a check fails on all of them."""
         said = "".join(traceback.format_exception_only(exception)).rstrip()
         # The report of an error of this package begins with its message, a traceback ends with it.
@@ -152,26 +152,26 @@ class Watchdog:
         self._own: FailureReport | None = None
         self._beats: dict[int, tuple[int, float]] = {}
         self._started: set[int] = set()
-        self._asks, self._told = 0, 0
+        self._request, self._sent_request = 0, 0
         self._reading = threading.Lock()
-        self._stillness = StallDetector(self._main_thread)
-        self._standing = False
+        self._stall_detector = StallDetector(self._main_thread)
+        self._is_stalled = False
         self._failing_patience_s = 4 * GRACE_S
-        #: On the first rank: the largest number that was passed to :meth:`ask` on any rank.
-        self.asked = 0
-        self._may_lose: frozenset[int] = frozenset()
+        #: On the first rank: the largest number that was passed to :meth:`send_request` on any rank.
+        self.highest_request = 0
+        self._may_be_lost: frozenset[int] = frozenset()
         #: Ranks that are gone while the job continues, with the reason.
         self.lost: dict[int, str] = {}
         #: Called with each of them.
         self.on_lost: Callable[[int], None] | None = None
 
-    def ask(self, what: int) -> None:
+    def send_request(self, what: int) -> None:
         """Pass a request for this rank on to the first rank, within a second or so. Safe in signal handlers.
 
         Args:
             what: Number of the request; larger ones take precedence.
         """
-        self._asks = max(self._asks, what)
+        self._request = max(self._request, what)
 
     def start(self) -> None:
         """Start the threads."""
@@ -219,7 +219,7 @@ class Watchdog:
                 return own
             return FailureReport(0, "?", f"Rank 0 is gone, and the job's store with it.\n{_seen(own)}")
 
-    def blame(self, rank: int, text: str, *, killed: bool = False) -> bool:
+    def report_failure_of(self, rank: int, text: str, *, killed: bool = False) -> bool:
         """Report the failure of a rank that cannot report it itself.
 
         Args:
@@ -233,18 +233,18 @@ class Watchdog:
         try:
             if self._is_lost(rank):
                 return True
-            if killed and self._cause() is None and self.lose(rank, text):
+            if killed and self._cause() is None and self.mark_lost(rank, text):
                 return True
             self._publish(FailureReport(rank, where(), text))
         except Exception:
-            say(f"[rank {self.rank}] {text}")
+            write_stderr(f"[rank {self.rank}] {text}")
         return False
 
-    def tolerate(self, ranks: Iterable[int]) -> None:
+    def allow_loss(self, ranks: Iterable[int]) -> None:
         """Allow the job to continue without any of these ranks, until :meth:`stop`. Not collective."""
-        self._may_lose = frozenset(ranks)
+        self._may_be_lost = frozenset(ranks)
 
-    def lose(self, rank: int, text: str) -> bool:
+    def mark_lost(self, rank: int, text: str) -> bool:
         """Record on the store that a rank is gone and that the job continues, if it may.
 
         Args:
@@ -256,7 +256,7 @@ class Watchdog:
         """
         if rank in self.lost:
             return True
-        if rank not in self._may_lose or self._stop.is_set():
+        if rank not in self._may_be_lost or self._stop.is_set():
             return False
         known = self._listed()
         while rank not in dict(json.loads(known or "[]")):
@@ -278,7 +278,7 @@ class Watchdog:
 
     def _is_lost(self, rank: int) -> bool:
         """Return whether the job continues without a rank; does not access the store if it needs all ranks."""
-        if self._may_lose:
+        if self._may_be_lost:
             self.read_losses()
         return rank in self.lost
 
@@ -295,7 +295,7 @@ class Watchdog:
         """
         self._failing_patience_s = max(self._failing_patience_s, seconds)
 
-    def tell(self, text: str) -> None:
+    def publish_reason(self, text: str) -> None:
         """Publish why this rank ends, if the store is available.
 
         Args:
@@ -332,13 +332,13 @@ class Watchdog:
             try:
                 self._store.add(f"beat/{self.rank}", 1)
                 cause = self._cause()
-                if self._may_lose:
+                if self._may_be_lost:
                     self.read_losses()
                 if not last_stack and (cause is not None or self._store.check(["echo"])):
                     last_stack = True
                     self._store.set(f"stack/{self.rank}", self._main_stack())
                 self._check_peers(now)
-                self._pass_on_asks()
+                self._forward_requests()
                 self._compare_places()
                 self._answers += 1
                 silent_since = None
@@ -348,7 +348,7 @@ class Watchdog:
                 if now - silent_since > _CAUSE_WAIT_S:
                     cause = FailureReport(0, "?", f"Lost the job's store, which lives on the first rank: {error}")
             if self.rank in self.lost and not self._stop.is_set():
-                self._leave_out()
+                self._exit_as_lost()
             if cause is None:
                 continue
             noticed = noticed or now
@@ -358,23 +358,25 @@ class Watchdog:
         with suppress(Exception):
             self._store.set(f"done/{self.rank}", "1")
 
-    def _pass_on_asks(self) -> None:
-        if self._asks > self._told:
-            self._told = self._asks
-            self._store.set(f"asked/{self._asks}", "1")
+    def _forward_requests(self) -> None:
+        if self._request > self._sent_request:
+            self._sent_request = self._request
+            self._store.set(f"asked/{self._request}", "1")
         if self.rank == 0:
-            known = (what for what in range(_MOST_ASKED, self.asked, -1) if self._store.check([f"asked/{what}"]))
-            self.asked = next(known, self.asked)
+            known = (
+                what for what in range(_MOST_ASKED, self.highest_request, -1) if self._store.check([f"asked/{what}"])
+            )
+            self.highest_request = next(known, self.highest_request)
 
     def _compare_places(self) -> None:
         """Report the places of all ranks if all have been stalled in collectives for a while."""
-        if self._may_lose:
+        if self._may_be_lost:
             # Workers that may be lost do not take part in collectives with each other.
             return
-        stack = self._main_stack() if self._stillness.seconds() > self.heartbeat_timeout_s else ""
+        stack = self._main_stack() if self._stall_detector.seconds() > self.heartbeat_timeout_s else ""
         standing = waits_in_collective(stack)
-        if standing != self._standing:
-            self._standing = standing
+        if standing != self._is_stalled:
+            self._is_stalled = standing
             self._store.set(f"standing/{self.rank}", stack if standing else "")
         if self.rank != 0 or not standing:
             return
@@ -409,20 +411,20 @@ class Watchdog:
             self._on_exit()
         stack = self._main_stack()
         if not waits_in_collective(stack):
-            say(f"[rank {self.rank}] did not stop by itself; it was at:\n{stack}")
+            write_stderr(f"[rank {self.rank}] did not stop by itself; it was at:\n{stack}")
         # The first rank shows the report for all, unless the failure is its own, which the rank that noticed it has
         # shown, or the store is unavailable.
         speaks = self.rank == 0 or threading.current_thread() is self._guard
         message = cause.message() if speaks else cause.message().partition("\n")[0]
-        say(f"[rank {self.rank}] {message}")
-        leave()
+        write_stderr(f"[rank {self.rank}] {message}")
+        exit_now()
 
-    def _leave_out(self) -> None:
+    def _exit_as_lost(self) -> None:
         """End this process, which the other ranks have given up; it was suspended, for example, and resumed."""
         if self._on_exit is not None:
             self._on_exit()
-        say(f"[rank {self.rank}] ends: the others go on without it. {self.lost[self.rank]}")
-        leave()
+        write_stderr(f"[rank {self.rank}] ends: the others go on without it. {self.lost[self.rank]}")
+        exit_now()
 
     def _check_peers(self, now: float) -> None:
         # The first rank watches all, the others only the first: 2N reads for N ranks in total.
@@ -439,7 +441,7 @@ class Watchdog:
                     f"Nothing was heard of rank {rank} for {now - since:.0f} s (heartbeat_timeout_s="
                     f"{self.heartbeat_timeout_s:g}): its process or host is gone, stopped or cut off."
                 )
-                if not self.lose(rank, text):
+                if not self.mark_lost(rank, text):
                     self._publish(FailureReport(rank, "?", text))
 
     # --- the store ----------------------------------------------------------------------------------------------

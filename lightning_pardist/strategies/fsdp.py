@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_pardist.axes.fsdp import FSDPAxis
-from lightning_pardist.engines.common.block_codes import Compression
+from lightning_pardist.engines.common.block_quantization import Compression
 from lightning_pardist.engines.common.meta_init import InitFunction
 from lightning_pardist.engines.fsdp.fsdp_units import MIN_UNIT_BYTES, UnitPolicy
 from lightning_pardist.engines.fsdp.fully_sharded import Accumulate

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_pardist.axes.local_sgd import LocalSGDAxis, OuterSize, SyncEvery
 from lightning_pardist.axes.served_islands import ServedIslandsAxis
-from lightning_pardist.engines.common.block_codes import Compression
+from lightning_pardist.engines.common.block_quantization import Compression
 from lightning_pardist.strategies.hybrid import HybridStrategy
 
 

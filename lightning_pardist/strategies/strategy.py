@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis, RunContext
-from lightning_pardist.axes.refusals import refuse_lazy, refuse_left_out, refuse_renormalized
+from lightning_pardist.axes.refusals import refuse_ddp_ignored, refuse_lazy, refuse_renormalized
 from lightning_pardist.axes.user_parallelized import UserParallelizedAxis, is_user_parallelized, note_user_parallelized
 from lightning_pardist.collectives import barrier, broadcast_object, reduce, table_device, world_group
 from lightning_pardist.compat.contract import warn_if_untested
@@ -42,6 +42,7 @@ from lightning_pardist.engines.common.activation_checkpointing import Checkpoint
 from lightning_pardist.engines.common.allocator import keep_freed_memory
 from lightning_pardist.engines.common.compilation import Backend, Compile
 from lightning_pardist.engines.common.floored_counts import noted_floors
+from lightning_pardist.engines.common.full_tensor_updates import updates_of
 from lightning_pardist.engines.common.held_tensors import mark_held
 from lightning_pardist.engines.common.loss_setting import LossWeight, check_loss_weight
 from lightning_pardist.engines.common.memory import HeldBytes, held_bytes
@@ -52,7 +53,6 @@ from lightning_pardist.engines.common.update_scope import (
     check_scope,
     known_scope,
 )
-from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.ddp.buffers import broadcast_module
 from lightning_pardist.foreign_settings import refuse_unknown
@@ -74,14 +74,14 @@ from lightning_pardist.trainer.compiled_parts import CompiledParts
 from lightning_pardist.trainer.data_duties import DataParallelDuties
 from lightning_pardist.trainer.deepspeed_config import DeepSpeedConfig
 from lightning_pardist.trainer.gradient_access import GradientAccess
+from lightning_pardist.trainer.isolated_ranks import IsolatedRanks
 from lightning_pardist.trainer.kept_optimizers import KeptOptimizers
 from lightning_pardist.trainer.loader_state import LoaderState
 from lightning_pardist.trainer.logged_graphs import LoggedGraphs
-from lightning_pardist.trainer.parameter_places import keep_places
+from lightning_pardist.trainer.parameter_places import forbid_reassignment
 from lightning_pardist.trainer.patch_stack import PatchStack
 from lightning_pardist.trainer.preemption import PreemptionHandler
-from lightning_pardist.trainer.random_numbers import go_on_drawing
-from lightning_pardist.trainer.ranks_apart import RanksApart
+from lightning_pardist.trainer.random_numbers import sync_random_state
 from lightning_pardist.trainer.resumable_loaders import keep_loaders
 from lightning_pardist.trainer.sample_batches import SampleBatches
 from lightning_pardist.trainer.skipped_steps import allow_skipped_steps, skipped_if_none
@@ -253,7 +253,7 @@ class PardistStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._loads_after_setup: bool | None = None
         self._attached = PatchStack()
-        self._apart: RanksApart | None = None
+        self._isolated_ranks: IsolatedRanks | None = None
         #: Undoes this run's changes of the module and its loaders, latest first.
         self._changes = ExitStack()
 
@@ -294,7 +294,7 @@ class PardistStrategy(ParallelStrategy):
         axes = (self._user_parallelized,) if taken else self._axes_as_set
         self.context.axes = tuple(axis for axis in axes if axis.is_used(self.dims))
 
-    def take_axes(self, other: PardistStrategy) -> None:
+    def adopt_axes(self, other: PardistStrategy) -> None:
         """Adopt another strategy's axes, and its activation checkpointing if none is set here.
 
         Called before the module is set up. Collective over the world.
@@ -344,17 +344,17 @@ class PardistStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
-    def ranks_apart(self) -> int:
+    def num_isolated_ranks(self) -> int:
         """Number of the job's last ranks that do not train."""
-        return sum(axis.ranks_apart for axis in self._axes_as_set)
+        return sum(axis.num_isolated_ranks for axis in self._axes_as_set)
 
     @property
-    def _workers_apart(self) -> bool:
+    def _has_isolated_workers(self) -> bool:
         """Whether each training rank has a separate world of size 1."""
-        return any(axis.workers_apart for axis in self._axes_as_set)
+        return any(axis.isolated_workers for axis in self._axes_as_set)
 
     @property
-    def _several(self) -> bool:
+    def _has_several_ranks(self) -> bool:
         """Whether several ranks train, in one world or in separate ones. Valid after the rendezvous."""
         return self.world_size * self.distributed.worlds > 1
 
@@ -362,7 +362,7 @@ class PardistStrategy(ParallelStrategy):
     @override
     def world_size(self) -> int:
         """Number of ranks that train together."""
-        world_size = 1 if self._workers_apart else super().world_size - self.ranks_apart
+        world_size = 1 if self._has_isolated_workers else super().world_size - self.num_isolated_ranks
         world_size_read(world_size)
         return world_size
 
@@ -430,7 +430,7 @@ class PardistStrategy(ParallelStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Sampler arguments from the batch mesh: ranks of one tensor or pipeline group get the same samples."""
-        if self.distributed.is_apart:
+        if self.distributed.is_isolated:
             # Loaders whose length is read on such a rank have the same length as on the workers.
             shares = math.prod(axis.data_share[1] for axis in self.axes)
             return {"num_replicas": self.resolve_dims(self.world_size).batch_size * shares, "rank": 0}
@@ -455,24 +455,24 @@ class PardistStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.cluster_environment is None:
             raise RuntimeError("The strategy has no cluster environment; construct a Trainer with it first.")
-        if self.ranks_apart:
-            # Ranks set apart may have had other degrees since the last run.
+        if self.num_isolated_ranks:
+            # Isolated ranks may have had other degrees since the last run.
             self.distributed.dims = self.resolve_dims(self.world_size)
         self.distributed.open(
             self.cluster_environment,
             global_rank=self.global_rank,
             local_rank=self.local_rank,
             device=self.root_device,
-            apart=self.ranks_apart,
-            worlds=super().world_size - self.ranks_apart if self._workers_apart else 1,
+            num_isolated=self.num_isolated_ranks,
+            worlds=super().world_size - self.num_isolated_ranks if self._has_isolated_workers else 1,
         )
-        go_on_drawing(self.distributed_sampler_kwargs["rank"], group=self.distributed.start_group)
+        sync_random_state(self.distributed_sampler_kwargs["rank"], group=self.distributed.start_group)
         self._show_batch_ranks()
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
-            if self.ranks_apart:
-                self._apart = RanksApart(trainer, self.context)
-                self._attached.attach(self._apart)
+            if self.num_isolated_ranks:
+                self._isolated_ranks = IsolatedRanks(trainer, self.context)
+                self._attached.attach(self._isolated_ranks)
             if trainer.state.fn == TrainerFn.FITTING:
                 environment = self.cluster_environment
                 resume = AutoResume(trainer, self.context, self.checkpoints, environment, self.resume)
@@ -497,7 +497,7 @@ class PardistStrategy(ParallelStrategy):
         if module is None or trainer_of(module) is None:
             return dataloader
         samples = self.context.sample_batches
-        whole = dataloader if samples is None else samples.put_back(dataloader)
+        whole = dataloader if samples is None else samples.replay_consumed(dataloader)
         return self.loader_state.prepare(module.trainer, dataloader, whole) if module.trainer.training else whole
 
     # --- the module ---------------------------------------------------------------------------------------------
@@ -543,7 +543,7 @@ class PardistStrategy(ParallelStrategy):
         data = self.context.data_axis
         if self.deepspeed is not None and trainer.state.fn == TrainerFn.FITTING:
             self.deepspeed.apply(trainer, replicas=self.context.replicas)
-        if self._several:
+        if self._has_several_ranks:
             refuse_lazy(module, type(self).__name__)
         for axis in self.axes:
             axis.check(trainer)
@@ -562,8 +562,8 @@ class PardistStrategy(ParallelStrategy):
         if self.dims.batch_size == 1 and shares and all(axis.data_share[1] == 1 for axis in self.axes):
             self._changes.callback(keep_loaders(trainer))
         self.data_duties.attach_first(trainer)
-        if fitting and self._several:
-            refuse_left_out(module, type(self).__name__)
+        if fitting and self._has_several_ranks:
+            refuse_ddp_ignored(module, type(self).__name__)
         start = self.distributed.start_group
         verify_same_module(module, group=start)
         if fitting and self.dims.data_parallel * self.dims.tensor_parallel > 1:
@@ -582,7 +582,7 @@ class PardistStrategy(ParallelStrategy):
         if data is not self._user_parallelized:
             note_user_parallelized(module)
         mark_held(module)
-        if fitting and self._several:
+        if fitting and self._has_several_ranks:
             self._changes.enter_context(noted_floors())
         for axis in self.axes:
             axis.observe(trainer, module)
@@ -607,18 +607,18 @@ class PardistStrategy(ParallelStrategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
             self.context.data_engine = engine = data.make_engine(module, self.optimizers)
-            self.states.know_names(module)
+            self.states.record_names(module)
             self.kept_optimizers.load()
             self._attached.attach(GradientAccess(self.context, module, engine, lightning_optimizers(self)))
         for axis in self.axes:
             axis.ready(trainer, module)
-        if self._several:
+        if self._has_several_ranks:
             allow_skipped_steps(trainer)
         self.data_duties.attach(trainer)
         if fitting:
             self.compiled.compile_step(module)
             if self.dims.pipeline_parallel > 1 or any(isinstance(each, DTensor) for each in module.parameters()):
-                self._changes.callback(keep_places(module, type(self).__name__))
+                self._changes.callback(forbid_reassignment(module, type(self).__name__))
 
     @override
     def model_to_device(self) -> None:
@@ -661,7 +661,7 @@ class PardistStrategy(ParallelStrategy):
             self.data_duties.before_training_step(self.lightning_module.trainer, self.run_step)
         run = partial(self.run_step, super().training_step, *args, **kwargs)
         output = self.data_duties.training_step(run, next(iter((*args, *kwargs.values())), None))
-        return skipped_if_none(output, self.lightning_module) if self._several else output
+        return skipped_if_none(output, self.lightning_module) if self._has_several_ranks else output
 
     @override
     @in_step()
@@ -729,7 +729,7 @@ class PardistStrategy(ParallelStrategy):
         result, weights = closure(), self.data_duties.loss_weights
         if weights is None or not (result is None or isinstance(result, Tensor | float)):
             return result
-        return weights.of_all_ranks(None if result is None else torch.as_tensor(result, device=self.root_device))
+        return weights.combined_loss(None if result is None else torch.as_tensor(result, device=self.root_device))
 
     def _completed(self, closure: Callable[[], Any]) -> Any:
         """Run a step's closure; if ``training_step`` returned None on this rank, join the gradient reduction."""
@@ -807,7 +807,7 @@ class PardistStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         self.loader_state.training = True
         if self.lightning_module is not None:
-            self.distributed.part(self.lightning_module.trainer.num_training_batches)
+            self.distributed.separate_worlds(self.lightning_module.trainer.num_training_batches)
         for axis in self.axes:
             axis.start_training()
         rank_zero_info(self.describe())
@@ -826,10 +826,10 @@ class PardistStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PATH, storage_options: Any | None = None) -> None:
         """Write a checkpoint of the Trainer, or begin to under ``async_save``. Collective over the world."""
-        if not self.distributed.is_apart and not self.distributed.is_follower:
+        if not self.distributed.is_isolated and not self.distributed.is_follower:
             self.checkpoints.save(checkpoint, filepath, storage_options)
-        if self._apart is not None:
-            self._apart.saved(self.checkpoints.finish)
+        if self._isolated_ranks is not None:
+            self._isolated_ranks.saved(self.checkpoints.finish)
 
     @override
     def remove_checkpoint(self, filepath: PATH) -> None:
@@ -914,8 +914,8 @@ class PardistStrategy(ParallelStrategy):
             return
         self.context.before_collective()
         barrier(self.root_device, group=self.distributed.start_group)
-        if name == _DATA_IS_THERE and self._apart is not None:
-            self._apart.let_pass(name)
+        if name == _DATA_IS_THERE and self._isolated_ranks is not None:
+            self._isolated_ranks.wait_for_first_rank(name)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -956,11 +956,11 @@ class PardistStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         try:
-            self.checkpoints.close(well=not self.axes or self.context.data_axis.ended_well())
+            self.checkpoints.close(well=not self.axes or self.context.data_axis.ended_normally())
         finally:
-            self._take_down()
+            self._tear_down()
 
-    def _take_down(self) -> None:
+    def _tear_down(self) -> None:
         self._loads_after_setup = None
         self.loader_state.forget()
         if self.context.sample_batches is not None:
@@ -968,7 +968,7 @@ class PardistStrategy(ParallelStrategy):
             self.context.sample_batches = None
         self.data_duties.detach()
         self._attached.detach()
-        if self._fitted_well():
+        if self._fit_succeeded():
             self.states.end_run()
             self.kept_optimizers.gather()
         self._share_paths()
@@ -976,7 +976,7 @@ class PardistStrategy(ParallelStrategy):
             axis.release()
         for axis in (*(axis for axis in self.axes if not axis.splits_module), *self.context.model_axes):
             axis.teardown()
-        self.kept_optimizers.give_back()
+        self.kept_optimizers.rebind()
         self._changes.close()
         if self.data_engine is not None:
             # Kept: a checkpoint saved after training reads the optimizers' state from it.
@@ -986,21 +986,21 @@ class PardistStrategy(ParallelStrategy):
         except (AttributeError, RuntimeError):
             # Lightning moves the module to the host, which torch refuses for shards that a failure left in the middle
             # of a step. Then only the original failure is raised.
-            if not self.axes or self.context.data_axis.ended_well():
+            if not self.axes or self.context.data_axis.ended_normally():
                 raise
         self.distributed.close()
 
     def _share_paths(self) -> None:
         module = self.lightning_module
-        if self._apart is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            well = self.data_engine is not None and self.context.data_axis.ended_well()
-            self._apart.share_paths(well=well)
+        if self._isolated_ranks is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            well = self.data_engine is not None and self.context.data_axis.ended_normally()
+            self._isolated_ranks.share_paths(well=well)
 
-    def _fitted_well(self) -> bool:
+    def _fit_succeeded(self) -> bool:
         module = self.lightning_module
-        if module is None or self.data_engine is None or not self.context.data_axis.ended_well():
+        if module is None or self.data_engine is None or not self.context.data_axis.ended_normally():
             return False
-        if self.distributed.is_apart or self.distributed.is_follower:
+        if self.distributed.is_isolated or self.distributed.is_follower:
             return False
         return module.trainer.state.fn == TrainerFn.FITTING
 

@@ -97,7 +97,7 @@ class TensorParallelStrategy(PardistStrategy):
             ValueError: If ``plan`` does not fit the module.
         """
         axis = TensorAxis(plan=plan, on_indivisible=on_indivisible, sequence_parallel=sequence_parallel)
-        with trial_run.without_trace(module):
+        with trial_run.without_side_effects(module):
             return axis.find_plan(
                 module,
                 lambda: trial_run.run(module, "training_step", sample),

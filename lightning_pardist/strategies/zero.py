@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning_pardist.axes.zero import ZeroAxis
-from lightning_pardist.engines.common.block_codes import Compression
+from lightning_pardist.engines.common.block_quantization import Compression
 from lightning_pardist.strategies.ddp import DDPStrategy
 from lightning_pardist.strategies.fsdp import FSDPStrategy
 from lightning_pardist.strategies.strategy import PardistStrategy

@@ -25,7 +25,7 @@ from lightning_pardist.collectives import barrier
 from lightning_pardist.compat.lightning_loops import checkpoint_connector
 from lightning_pardist.runtime.environments.external import ExternalEnvironment
 from lightning_pardist.runtime.environments.program import program_key
-from lightning_pardist.runtime.job_counts import count_up
+from lightning_pardist.runtime.job_counts import next_call_number
 from lightning_pardist.trainer.checkpoints import Checkpoints
 
 Resume = Literal["auto", "always", "never"]
@@ -78,7 +78,7 @@ class AutoResume:
         #: The replacement of that method during the run, which user code may replace in turn.
         self._saves: Callable[..., None] | None = None
         # Equal on all ranks, and in a later run of the same script.
-        parts = (job, program_key(), f"fit{count_up('fits')}")
+        parts = (job, program_key(), f"fit{next_call_number('fits')}")
         self._fs, root = url_to_fs(str(trainer.default_root_dir))
         self._folder = f"{root}/{_FOLDER}/{'-'.join(part for part in parts if part)}"
         #: Path of the checkpoint that a run saves when a signal stops it.
@@ -124,8 +124,8 @@ class AutoResume:
             own.update(self._saved_by)
         self._saved_by = self._saves = None
         checkpoint_connector(self._trainer).__dict__.pop("resume_start", None)
-        ended_well = self._trainer.state.status == "running"
-        if ended_well and self._trainer.is_global_zero and self._fs.exists(self.stopped_path):
+        ended_normally = self._trainer.state.status == "running"
+        if ended_normally and self._trainer.is_global_zero and self._fs.exists(self.stopped_path):
             self._fs.rm(self.stopped_path, recursive=True)
 
     def save(self) -> str:

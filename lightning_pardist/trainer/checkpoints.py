@@ -191,7 +191,7 @@ class Checkpoints:
         self._began = None
         self.finish()
         self.context.before_collective()
-        whole = self.states.pop_whole()
+        whole = self.states.pop_full_module_state()
         done = ("optimizer_states", "state_dict") if self.context.sharded_checkpoints else ("optimizer_states",)
         # Callbacks add values derived from the module, such as averaged weights, or replace its state dict by them.
         # Ranks may add different values.
@@ -201,7 +201,7 @@ class Checkpoints:
         # A new dict, since hooks may have kept a reference to the Trainer's.
         checkpoint = {**checkpoint, **added}
         for axis in self.context.axes:
-            axis.saved_loops(checkpoint.get("loops", {}))
+            axis.adjust_saved_loops(checkpoint.get("loops", {}))
         if state := self.loader_state.state(world_coordinator()):
             checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
         diverged: dict[str, Shards] = {}

@@ -45,7 +45,7 @@ class CompiledParts:
             return
         module, whole_step = trainer.lightning_module, self.setting == "step"
         for axis in self._context.axes:
-            if why := axis.why_not_compiled(whole_step):
+            if why := axis.compile_refusal(whole_step):
                 raise ValueError(f"compile={self.setting!r} is not available under {self._context.name}, which {why}.")
         if is_compiled(module):
             raise ValueError(

@@ -26,11 +26,11 @@ from lightning_pardist.trainer.layer_sync import WatchedBatchNorms
 from lightning_pardist.trainer.logged_results import EpochResults, no_sync_advice
 from lightning_pardist.trainer.loss_weights import LossWeights, coupled_samples
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
-from lightning_pardist.trainer.random_numbers import drawn_apart, draws
+from lightning_pardist.trainer.random_numbers import random_draws_message, random_fingerprint
 from lightning_pardist.trainer.sample_mixing import SampleMixing, is_closed, mixed_samples
 from lightning_pardist.trainer.sample_orders import SampleOrders
 from lightning_pardist.trainer.sample_pairs import SamplePairs
-from lightning_pardist.trainer.trial_run import without_trace
+from lightning_pardist.trainer.trial_run import without_side_effects
 from lightning_pardist.trainer.uneven_inputs import EvenSteps, UnevenInputs
 
 
@@ -136,9 +136,9 @@ class DataParallelDuties:
             self._buffers = BufferSync(module, group=context.gradient_group)
             # Steps with manual optimization change parameters anyway.
             self._watches_parameters = self._trains(trainer) and module.automatic_optimization
-        self.evaluation = ExactEvaluation(trainer, group=group, sit_out=self._sit_out)
+        self.evaluation = ExactEvaluation(trainer, group=group, sit_out=self._join_without_samples)
         self._attached.attach(self.evaluation)
-        context.batches_of_own = self.evaluation.batches_of_own
+        context.own_batch_counts = self.evaluation.own_batch_counts
         if self.sync_metrics:
             self._attached.attach(EpochResults(trainer, group=group, before=context.before_collective))
 
@@ -147,9 +147,9 @@ class DataParallelDuties:
         self._first_batch.detach()
         self._attached.detach()
         self.context.batch_counts = self._mixing = self._batch_norms = None
-        self.evaluation = self._buffers = self.loss_weights = self.even_steps = self.context.batches_of_own = None
+        self.evaluation = self._buffers = self.loss_weights = self.even_steps = self.context.own_batch_counts = None
 
-    def _sit_out(self) -> None:
+    def _join_without_samples(self) -> None:
         """Take part in an evaluation without samples, since other ranks may need parameters that this rank holds."""
         for axis in self.context.axes:
             axis.start_evaluation()
@@ -187,7 +187,7 @@ class DataParallelDuties:
         if orders.found is not None:
             rank_zero_warn(coupled_samples(module, orders.found))
         # Coupling that the loss' graph shows has already been warned about.
-        if pairs.found is not None and not (self.loss_weights is not None and self.loss_weights.said_coupled):
+        if pairs.found is not None and not (self.loss_weights is not None and self.loss_weights.warned_coupled):
             rank_zero_warn(coupled_samples(module, pairs.found))
 
     def before_training_step(self, trainer: pl.Trainer, run_step: Callable[[Callable[[], None]], None]) -> None:
@@ -212,7 +212,7 @@ class DataParallelDuties:
 
         for axis in self.context.axes:
             axis.start_evaluation()
-        with torch.no_grad(), without_trace(module, trainer, parameters=False):
+        with torch.no_grad(), without_side_effects(module, trainer, parameters=False):
             run_step(look)
         for axis in self.context.axes:
             axis.end_evaluation()
@@ -240,17 +240,17 @@ class DataParallelDuties:
         dtypes, drawn = (self._dtypes(), self._draws()) if first else ({}, None)
         if first and self._drawn_before not in (None, drawn):
             hooks = "What runs on a batch before training_step (on_after_batch_transfer, on_train_batch_start)"
-            rank_zero_info(drawn_apart(hooks, "each rank for its own samples"))
+            rank_zero_info(random_draws_message(hooks, "each rank for its own samples"))
         even, weights = self.even_steps, self.loss_weights
         with (
-            nullcontext() if even is None else even.leaving_no_trace(),
+            nullcontext() if even is None else even.discarding_side_effects(),
             self._noting_calls(batch),
             self._following(batch),
         ):
             counts = None if self.context.batch_counts is None else self.context.batch_counts()
             output = run() if weights is None else weights.training_step(run, batch, counts=counts)
         if first and drawn != self._draws():
-            rank_zero_info(drawn_apart("training_step", "each rank for its own samples"))
+            rank_zero_info(random_draws_message("training_step", "each rank for its own samples"))
         self._refuse_casts(dtypes)
         if self._batch_norms is not None:
             self._batch_norms.look()
@@ -260,7 +260,7 @@ class DataParallelDuties:
             self._warn_of_buffers(self._buffers.differing)
         if watched is not None:
             self.context.before_collective()
-            held_in_parts = [name for axis in self.context.axes for name in axis.settle_set_parameters()]
+            held_in_parts = [name for axis in self.context.axes for name in axis.sync_set_parameters()]
             if names := [*watched.end(), *held_in_parts]:
                 rank_zero_warn(differing_values(names))
         return output
@@ -273,7 +273,7 @@ class DataParallelDuties:
         return convert(batch)
 
     def _draws(self) -> int | None:
-        return None if self.context.module is None else draws(self.context.module)
+        return None if self.context.module is None else random_fingerprint(self.context.module)
 
     def _dtypes(self) -> dict[torch.nn.Parameter, torch.dtype]:
         """Return the dtypes of all parameters that require a gradient."""

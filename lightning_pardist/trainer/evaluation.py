@@ -166,7 +166,7 @@ class ExactEvaluation:
 
     def __init__(self, trainer: Trainer, *, group: dist.ProcessGroup, sit_out: Callable[[], None]) -> None:
         self.group = group
-        self._sit_out = sit_out
+        self._join_without_samples = sit_out
         self.num_replicas = group.size()
         self.rank = group.rank()
         self._trainer = trainer
@@ -205,7 +205,7 @@ class ExactEvaluation:
         """Replacement for the predict loop's ``run``."""
         predictions = run()
         if loop.skip:
-            self._sit_out()
+            self._join_without_samples()
         return predictions
 
     def _step(
@@ -253,7 +253,7 @@ class ExactEvaluation:
         logger_connector(self._trainer).on_batch_end()
         progress.increment_completed()
 
-    def batches_of_own(self) -> list[int]:
+    def own_batch_counts(self) -> list[int]:
         """Return how many batches of each loader this rank runs in the evaluation that is starting, without fillers.
 
         Outside of prediction, 0 stands for a loader without an :class:`EvenBatchSampler`.

@@ -69,8 +69,8 @@ class KeptOptimizers:
                     self._states[optimizer] = optimizer.state_dict()
                 replace_in([optimizer], replaced)
             if self.context.dims.world_size > 1:
-                _refuse_strangers(optimizer, present)
-        _unname(present)
+                _refuse_foreign_parameters(optimizer, present)
+        _remove_names(present)
 
     def load(self) -> None:
         """Load this rank's part of the state that adopted optimizers had before the run. Not collective."""
@@ -83,10 +83,10 @@ class KeptOptimizers:
         self._name(self.states.current_names())
         for optimizer in self.context.optimizers:
             if optimizer in self._kept:
-                whole = apply_to_collection(self.states.whole_optimizer(optimizer), Tensor, _on_host)
+                whole = apply_to_collection(self.states.full_optimizer_state(optimizer), Tensor, _on_host)
                 self._states[optimizer] = self.context.broadcast(whole)
 
-    def give_back(self) -> None:
+    def rebind(self) -> None:
         """Rebind kept optimizers to the module after the run, with full state if it is unsharded. Not collective."""
         states, kept, module = self._states, self._kept, self.context.module
         self._states, self._kept = {}, []
@@ -104,7 +104,7 @@ class KeptOptimizers:
             tensor_optimizer.detach(optimizer)
             optimizer.state.clear()
             optimizer.load_state_dict(apply_to_collection(state, Tensor, torch.clone))
-        _unname(module.parameters())
+        _remove_names(module.parameters())
 
     def _name(self, names: Mapping[Tensor, str]) -> None:
         """Store names as parameter attributes: a dict would keep replaced parameters alive, which must be freed."""
@@ -121,7 +121,7 @@ class KeptOptimizers:
         return {param: now[name] for param, (run, name) in noted.items() if run == self._run and name in now}
 
 
-def _unname(parameters: Iterable[Tensor]) -> None:
+def _remove_names(parameters: Iterable[Tensor]) -> None:
     for param in parameters:
         param.__dict__.pop(_NAME, None)
 
@@ -131,7 +131,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, DTensor) else tensor.cpu()
 
 
-def _refuse_strangers(optimizer: Optimizer, present: set[nn.Parameter]) -> None:
+def _refuse_foreign_parameters(optimizer: Optimizer, present: set[nn.Parameter]) -> None:
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if param not in present and param.requires_grad and param.numel():

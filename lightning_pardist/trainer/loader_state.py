@@ -67,7 +67,7 @@ class LoaderState:
         trainer = None if module is None else trainer_of(module)
         if trainer is None:
             return {}
-        ranks = exchange.gather(self._now(trainer) if self._at_end is None else self._at_end)
+        ranks = exchange.gather(self._current_state(trainer) if self._at_end is None else self._at_end)
         if not ranks:
             return {}
         return {
@@ -77,7 +77,7 @@ class LoaderState:
             "ranks": ranks,
         }
 
-    def _now(self, trainer: pl.Trainer) -> dict[str, Any]:
+    def _current_state(self, trainer: pl.Trainer) -> dict[str, Any]:
         return {
             "rng": rng_state(self.context.device),
             "orders": [order.started for order in self._orders],
@@ -128,7 +128,7 @@ class LoaderState:
             self._first_advance = Patch(fit_loop.epoch_loop, "advance", partial(self._end_epoch, fit_loop.epoch_loop))
             self._first_advance.attach()
         elif at_batch_end:
-            run = partial(self._go_on_behind_batch, fit_loop.epoch_loop)
+            run = partial(self._resume_after_batch, fit_loop.epoch_loop)
             self._first_advance = Patch(fit_loop.epoch_loop, "advance", run)
             self._first_advance.attach()
         if finished and whole:
@@ -139,9 +139,9 @@ class LoaderState:
         if states:
             load_loader_states(fit_loop, states)
         if combined_loader(fit_loop) is not None:
-            self._start_loaders_anew(trainer)
+            self._reset_loaders(trainer)
 
-    def _go_on_behind_batch(self, epoch_loop: Any, data_fetcher: Any) -> None:
+    def _resume_after_batch(self, epoch_loop: Any, data_fetcher: Any) -> None:
         """Replacement for the first ``advance``: a counted batch would be taken as saved after its validation."""
         self._forget_first_advance()
         restart_at_batch_end(epoch_loop)
@@ -160,7 +160,7 @@ class LoaderState:
             self._first_advance.detach()
             self._first_advance = None
 
-    def _start_loaders_anew(self, trainer: pl.Trainer) -> None:
+    def _reset_loaders(self, trainer: pl.Trainer) -> None:
         """Drop loaders that were set up before counters were restored, as by ``estimated_stepping_batches``."""
         drop_loaders(trainer.fit_loop)
         for order in self._orders:
@@ -211,7 +211,7 @@ class LoaderState:
             and trainer.state.fn == TrainerFn.FITTING
             and combined_loader(trainer.fit_loop) is not None
         ):
-            self._at_end = self._now(trainer)
+            self._at_end = self._current_state(trainer)
         self._forget_first_advance()
         for order in self._orders:
             order.detach()
@@ -246,7 +246,7 @@ class LoaderState:
 
         Of parallel worlds only the first one saves, for all of them at any number.
         """
-        alike = any(axis.workers_apart for axis in self.context.axes)
+        alike = any(axis.isolated_workers for axis in self.context.axes)
         states = dict((self._of_samples().get("axes") if alike else self._own("axes")) or {})
         if (position := self._own("pipeline")) is not None:
             # Key of checkpoints before 0.1.0.

@@ -179,7 +179,7 @@ class LossWeights:
         agree: Combines the loss counts of ranks that share a batch; None if no ranks share one.
 
     Attributes:
-        said_coupled: Whether the graph of the first loss showed samples that are compared with each other.
+        warned_coupled: Whether the graph of the first loss showed samples that are compared with each other.
     """
 
     def __init__(
@@ -203,10 +203,10 @@ class LossWeights:
         self._before = before
         self._value_weights = value_weights
         self._device = trainer.strategy.root_device
-        self.said_coupled = False
-        self._said: set[str] = set()
+        self.warned_coupled = False
+        self._warned: set[str] = set()
         self._alike: Tensor | None = None
-        self._said_unlike = self._said_numbers = self._said_settings = False
+        self._warned_unlike = self._warned_numbers = self._warned_settings = False
         self._same_numbers: Tensor | None = None
         self._same_settings: Tensor | None = None
         self._weighed = 0
@@ -266,7 +266,7 @@ class LossWeights:
         """Remove the scaling from the graph after a manual backward, since later losses may share the graph."""
         self._scaling.remove()
 
-    def of_all_ranks(self, loss: Tensor | None) -> Tensor | None:
+    def combined_loss(self, loss: Tensor | None) -> Tensor | None:
         """Return the single-process loss of the latest step from this rank's ``loss``. Collective over the group.
 
         Optimizers that evaluate their closure repeatedly decide by this value, which must be equal on all ranks.
@@ -282,7 +282,7 @@ class LossWeights:
         samples = BatchCut().samples_of(self._batch)
         terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting, gathers=True)
         if loss is not None and self._group().size() > 1:
-            self._tell(loss, terms)
+            self._log_terms(loss, terms)
         terms = agreed_terms(terms, self._agree, self._device)
         entries = self._values(loss, terms, noted)
         self._before()
@@ -297,19 +297,19 @@ class LossWeights:
         )
         self._has_loss = loss is not None or not self._has_no_count
         self._own = OwnLoss(self._share_of(terms, float(samples or 1)), float(samples or 1), found.agreed)
-        self._look_at(found)
+        self._check_terms(found)
         scaling = scale_gradients(terms, found.factors)
         # With automatic optimization the graph is freed after backward, so no reference to it is kept here.
         if not self._trainer.lightning_module.automatic_optimization:
             self._scaling = scaling
-            self._remember(loss, terms)
+            self._record_terms(loss, terms)
         for (entry, _), value in zip(entries, found.values, strict=False):
             self._correct(entry, value)
         if not self._counts:
             for entry in reversed(noted):
                 self._forget(entry)
 
-    def _remember(self, loss: Tensor | None, terms: list[Term]) -> None:
+    def _record_terms(self, loss: Tensor | None, terms: list[Term]) -> None:
         """Record the terms of a loss: manual steps may log it after backward, which frees the graph's saved tensors."""
         if loss is None or loss.grad_fn is None:
             return
@@ -318,7 +318,7 @@ class LossWeights:
             for node in dict.fromkeys((loss.grad_fn, *term.path)):
                 self._known.setdefault(node, []).append(term)
 
-    def _look_at(self, found: Balance) -> None:
+    def _check_terms(self, found: Balance) -> None:
         """Warn once if ranks differ in loss terms, in the numbers that divide them, or in optimizer settings."""
         alike, same, settings = found.agreed, found.same_numbers, found.same_settings
         self._alike = alike if self._alike is None else self._alike & alike
@@ -327,14 +327,14 @@ class LossWeights:
         self._weighed += 1
         if alike.device.type != "cpu" and self._weighed % _LOOK_EVERY != 1:
             return
-        if not self._same_numbers and not self._said_numbers:
-            self._said_numbers = True
+        if not self._same_numbers and not self._warned_numbers:
+            self._warned_numbers = True
             rank_zero_warn(divided_by_numbers(self._trainer.lightning_module))
-        if not self._same_settings and not self._said_settings:
-            self._said_settings = True
+        if not self._same_settings and not self._warned_settings:
+            self._warned_settings = True
             rank_zero_warn(unlike_settings(self._trainer.lightning_module))
-        if not self._alike and not self._said_unlike:
-            self._said_unlike = True
+        if not self._alike and not self._warned_unlike:
+            self._warned_unlike = True
             rank_zero_warn(unlike_losses(self._trainer.lightning_module))
 
     @property
@@ -416,18 +416,18 @@ class LossWeights:
 
     # --- messages -----------------------------------------------------------------------------------------------
 
-    def _tell(self, loss: Tensor, terms: list[Term]) -> None:
+    def _log_terms(self, loss: Tensor, terms: list[Term]) -> None:
         """Log the loss terms once, and warn if the ranks' losses do not add up to that of the whole batch."""
         found = "; ".join(dict.fromkeys(term.describe() for term in terms if term.kind != "constant"))
-        if not found or found in self._said:
+        if not found or found in self._warned:
             return
-        self._said.add(found)
+        self._warned.add(found)
         rank_zero_info(f"Loss over ranks: {found}. loss_weight sets it.")
-        if len(self._said) > 1:
+        if len(self._warned) > 1:
             return
         reasons = [*(term.nonlinear for term in terms if term.nonlinear), *uneven_products(terms)]
         reasons += couplings(loss, samples=BatchCut().samples_of(self._batch), gathers=True)
-        self.said_coupled = bool(reasons)
+        self.warned_coupled = bool(reasons)
         if reasons:
             rank_zero_warn(coupled_samples(self._trainer.lightning_module, reasons[0]))
 

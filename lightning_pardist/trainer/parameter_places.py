@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
-def keep_places(module: nn.Module, strategy: str) -> Callable[[], None]:
+def forbid_reassignment(module: nn.Module, strategy: str) -> Callable[[], None]:
     """Make it an error to register a layer's parameter under another name in that layer. Not collective.
 
     ``torch.nn.utils.prune`` does so, for example in a callback. The code that shards, splits or sends the parameter

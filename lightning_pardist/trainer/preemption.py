@@ -69,10 +69,10 @@ class PreemptionHandler:
         self._context = context
         self._environment = environment
         self._save = save
-        self._asked = _GO_ON
+        self._requested = _GO_ON
         self._answer: torch.Tensor | None = None
         self._work: Any = None
-        self._apart: StopAgreement | None = None
+        self._stop_agreement: StopAgreement | None = None
         self._early: dict[signal.Signals, Any] = {}
 
     def attach(self) -> None:
@@ -107,7 +107,7 @@ class PreemptionHandler:
         self._restore_early()
         if self._context.distributed.is_first:
             # The first rank has finished and will not publish a stop any more.
-            self._let_pass()
+            self._wait_for_first_rank()
         restore(signal_connector(self._trainer), "register_signal_handlers", SIGTERM_NOTIFIER)
         restore(self._trainer.fit_loop.epoch_loop, "advance", BROADCAST_SIGTERM)
 
@@ -120,10 +120,10 @@ class PreemptionHandler:
         return None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._asked = max(self._asked, _REQUEUE if number == self._requeue_signal() else _STOP)
+        self._requested = max(self._requested, _REQUEUE if number == self._requeue_signal() else _STOP)
         watchdog = self._context.distributed.watchdog
         if watchdog is not None:
-            watchdog.ask(self._asked)
+            watchdog.send_request(self._requested)
 
     def _handle_until_training(self) -> None:
         """Install the handler early: the default action would kill the process while it loads data and checkpoints."""
@@ -152,11 +152,11 @@ class PreemptionHandler:
     def _agreed(self) -> int:
         """Return the action broadcast before the last step, and start the broadcast for the next one."""
         watchdog = self._context.distributed.watchdog
-        asked = max(self._asked, watchdog.asked if watchdog is not None else _GO_ON)
+        asked = max(self._requested, watchdog.highest_request if watchdog is not None else _GO_ON)
         if self._context.dims.world_size * self._context.distributed.worlds == 1:
             return asked
         if not self._context.in_lockstep:
-            return self._agreed_apart(asked)
+            return self._agree_by_store(asked)
         agreed = _GO_ON
         if self._work is not None and self._answer is not None:
             self._work.wait()
@@ -166,20 +166,20 @@ class PreemptionHandler:
         self._work = dist.broadcast(self._answer, src=0, async_op=True)
         return agreed
 
-    def _agreed_apart(self, asked: int) -> int:
+    def _agree_by_store(self, asked: int) -> int:
         distributed = self._context.distributed
-        if self._apart is None:
+        if self._stop_agreement is None:
             store = PrefixStore(f"pardist/stop/{distributed.run}", job_store())
             ranks = distributed.world_size * distributed.worlds
-            self._apart = StopAgreement(store, rank=distributed.global_rank, world_size=ranks)
+            self._stop_agreement = StopAgreement(store, rank=distributed.global_rank, world_size=ranks)
         lost = () if distributed.watchdog is None else distributed.watchdog.lost
-        return self._apart.before_step(asked, lost=lost)
+        return self._stop_agreement.before_step(asked, lost=lost)
 
-    def _let_pass(self) -> None:
+    def _wait_for_first_rank(self) -> None:
         """Wait for the first rank if there are several worlds, which have no common barrier."""
         distributed = self._context.distributed
-        if self._apart is not None and distributed.worlds > 1:
-            self._apart.let_pass(distributed.timeout_s)
+        if self._stop_agreement is not None and distributed.worlds > 1:
+            self._stop_agreement.wait_for_first_rank(distributed.timeout_s)
 
     def _stop(self, asked: int) -> None:
         trainer, environment = self._trainer, self._environment
@@ -195,5 +195,5 @@ class PreemptionHandler:
         self._context.stopping = _STATUS[asked]
         # All ranks exit together, since an early exit of one could be treated as a failure by the others.
         barrier(self._context.device)
-        self._let_pass()
+        self._wait_for_first_rank()
         raise SIGTERMException(_STATUS[asked])

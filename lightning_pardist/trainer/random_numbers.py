@@ -15,7 +15,7 @@ from lightning_pardist.runtime.environments.program import given_seed
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 
-def go_on_drawing(batch_rank: int, *, group: dist.ProcessGroup) -> None:
+def sync_random_state(batch_rank: int, *, group: dist.ProcessGroup) -> None:
     """Continue with the random state of the script, synchronised across the ranks that need equal states. Collective.
 
     Lightning's ``ddp`` re-seeds here, since scripts may have drawn more numbers on one rank than on others. A single
@@ -43,12 +43,12 @@ def go_on_drawing(batch_rank: int, *, group: dist.ProcessGroup) -> None:
             return
 
 
-def draws(module: nn.Module) -> int:
+def random_fingerprint(module: nn.Module) -> int:
     """Return a fingerprint of the random state, including generators of the module, that changes with every draw."""
     return _fingerprint((rng_state(), states_of(generators_of(module))))
 
 
-def drawn_apart(what: str, how: str) -> str:
+def random_draws_message(what: str, how: str) -> str:
     """Return the log message on random numbers that differ from those of a single process.
 
     Args:

@@ -60,18 +60,18 @@ class SampleBatches:
     """First batch of each loader of a run, read once and put back. Not collective.
 
     Args:
-        trainer: The Trainer. The strategy passes every loader that the Trainer sets up to :meth:`put_back`.
+        trainer: The Trainer. The strategy passes every loader that the Trainer sets up to :meth:`replay_consumed`.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._batches: dict[RunningStage, list[Any]] = {}
         self._sources: list[DataLoaderSource] = []
-        self._drawn: dict[RunningStage, _Drawn] = {}
+        self._drawn: dict[RunningStage, _DrawRecord] = {}
         #: Training loaders that were not iterated: their first iterator is created by the Trainer.
         self._untouched: list[DataLoader[Any]] = []
         #: First batches of the loaders that the Trainer sets up next, in the same order.
-        self._coming: deque[_Taken | None] = deque()
+        self._coming: deque[_ConsumedBatch | None] = deque()
         self._in_trial = False
 
     def first(self) -> Any:
@@ -105,19 +105,19 @@ class SampleBatches:
             try:
                 with undisturbed_random():
                     if self._follows_training(stage):
-                        self._draw_as_training()
-                    self._batches[stage] = self._take(stage)
+                        self._replay_training_draws()
+                    self._batches[stage] = self._read_first_batches(stage)
             finally:
                 state.stage = before
         # A step may modify its batch in place.
         return [fresh_copy(batch) for batch in self._batches[stage]]
 
-    def put_back(self, loader: Any) -> Any:
+    def replay_consumed(self, loader: Any) -> Any:
         """Return a loader that the Trainer is about to use, with its consumed first batch in front again."""
         taken = self._coming.popleft() if self._coming else None
         if taken is None:
             return loader
-        return (_StatefulAgain if isinstance(loader, Stateful) else _Again)(loader, taken)
+        return (_StatefulReplayedLoader if isinstance(loader, Stateful) else _ReplayedLoader)(loader, taken)
 
     def detach(self) -> None:
         """Restore the Trainer."""
@@ -127,7 +127,7 @@ class SampleBatches:
         self._coming.clear()
 
     @contextmanager
-    def rehearsed(self) -> Iterator[None]:
+    def in_trial_run(self) -> Iterator[None]:
         """Context in which the Trainer may set up loaders for a trial run, without using up the stored loaders."""
         self._in_trial = True
         try:
@@ -146,31 +146,31 @@ class SampleBatches:
             and RunningStage.TRAINING in self._drawn
         )
 
-    def _draw_as_training(self) -> None:
+    def _replay_training_draws(self) -> None:
         """Draw the random numbers of the training loaders' setup, including the base seed that each iterator draws."""
         self._drawn[RunningStage.TRAINING].repeat()
         for loader in self._untouched:
             if loader.generator is None:
                 torch.empty((), dtype=torch.int64).random_()
 
-    def _take(self, stage: RunningStage) -> list[Any]:
+    def _read_first_batches(self, stage: RunningStage) -> list[Any]:
         if stage == RunningStage.TRAINING and data_fetcher(self._trainer.fit_loop) is not None:
             # Set up already, for example by estimated_stepping_batches in the module's setup hook.
             return self._on_device([(0, _peeked(data_fetcher(self._trainer.fit_loop)))])
         source = _source(self._trainer, stage)
         if source.instance is None or not source.is_defined():
             return []
-        drawn = self._drawn[stage] = _Drawn()
+        drawn = self._drawn[stage] = _DrawRecord()
         loaders = request_dataloader(source)
         drawn.end()
         if loaders is None:
-            self._answer(source, None, [], drawn)
+            self._serve_next_request(source, None, [], drawn)
             return []
         mode = "max_size_cycle" if stage == RunningStage.TRAINING else "sequential"
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)  # type: ignore[arg-type]
         if stage != RunningStage.TRAINING and all(sized_len(loader) == 0 for loader in combined.flattened):
             # Lightning skips the loop.
-            self._answer(source, loaders, [None] * len(combined.flattened), drawn)
+            self._serve_next_request(source, loaders, [None] * len(combined.flattened), drawn)
             return []
         try:
             found = [self._first_if_any(loader, stage) for loader in combined.flattened]
@@ -179,7 +179,7 @@ class SampleBatches:
         if stage == RunningStage.TRAINING:
             pairs = zip(combined.flattened, found, strict=True)
             self._untouched = [one for one, (_, taken) in pairs if taken is None and isinstance(one, DataLoader)]
-        self._answer(source, loaders, [taken for _, taken in found], drawn)
+        self._serve_next_request(source, loaders, [taken for _, taken in found], drawn)
         firsts = [batch for batch, _ in found]
         if combine_mode(combined) == "sequential":
             # A loader without a batch has no step; None keeps the indices of the others.
@@ -189,10 +189,12 @@ class SampleBatches:
         return self._on_device(batches)
 
     def _on_device(self, batches: Sequence[tuple[int, Any]]) -> list[Any]:
-        with self._without_trace(getattr(self._trainer, "datamodule", None)):
+        with self._without_side_effects(getattr(self._trainer, "datamodule", None)):
             return [on_device(self._trainer, fresh_copy(batch), index) for index, batch in batches]
 
-    def _answer(self, source: DataLoaderSource, loaders: Any, taken: Sequence[_Taken | None], drawn: _Drawn) -> None:
+    def _serve_next_request(
+        self, source: DataLoaderSource, loaders: Any, taken: Sequence[_ConsumedBatch | None], drawn: _DrawRecord
+    ) -> None:
         """Make the Trainer's next request to a source return these loaders, as if they were created at that time."""
 
         def dataloader() -> Any:
@@ -205,29 +207,29 @@ class SampleBatches:
         source.__dict__["dataloader"] = dataloader
         self._sources.append(source)
 
-    def _first_if_any(self, loader: Any, stage: RunningStage) -> tuple[Any, _Taken | None]:
+    def _first_if_any(self, loader: Any, stage: RunningStage) -> tuple[Any, _ConsumedBatch | None]:
         """Return the first batch; None for an empty evaluation loader, which Lightning's loop skips."""
         if stage != RunningStage.TRAINING and sized_len(loader) == 0:
             return None, None
         return self._first_of(loader)
 
-    def _first_of(self, loader: Any) -> tuple[Any, _Taken | None]:
+    def _first_of(self, loader: Any) -> tuple[Any, _ConsumedBatch | None]:
         if isinstance(loader, (list, tuple)):
             return _first(loader), None
         seed_workers(loader, (self._trainer.distributed_sampler_kwargs or {}).get("rank", 0))
         with undisturbed_random():
             if (indices := _first_indices(loader)) is not None:
                 # A worker process reads a copy of the dataset.
-                with self._without_trace(*([] if loader.num_workers else [loader.dataset, loader.collate_fn])):
+                with self._without_side_effects(*([] if loader.num_workers else [loader.dataset, loader.collate_fn])):
                     return _first(_loader_of(loader, indices)), None
-        drawn = _Drawn()
+        drawn = _DrawRecord()
         batches = iter(loader)
         first = _first(batches)
         drawn.end()
-        return first, _Taken(first, batches, drawn)
+        return first, _ConsumedBatch(first, batches, drawn)
 
     @contextmanager
-    def _without_trace(self, *data: object) -> Iterator[None]:
+    def _without_side_effects(self, *data: object) -> Iterator[None]:
         snapshot = ModuleSnapshot(self._trainer.lightning_module, [each for each in data if each is not None])
         try:
             yield
@@ -235,7 +237,7 @@ class SampleBatches:
             snapshot.restore()
 
 
-class _Drawn:
+class _DrawRecord:
     """Record of the random numbers that an early operation drew, to replay them when the operation is due."""
 
     def __init__(self) -> None:
@@ -253,15 +255,15 @@ class _Drawn:
 
 
 @dataclass
-class _Taken:
+class _ConsumedBatch:
     """First batch of a loader, the iterator over the rest, and the random numbers that reading it drew."""
 
     batch: Any
     rest: Iterator[Any]
-    drawn: _Drawn
+    drawn: _DrawRecord
 
 
-class _Again:
+class _ReplayedLoader:
     """Loader wrapper whose first iteration begins with the batch that was consumed already.
 
     Args:
@@ -269,7 +271,7 @@ class _Again:
         taken: The consumed batch, and the iterator that it came from.
     """
 
-    def __init__(self, loader: Any, taken: _Taken) -> None:
+    def __init__(self, loader: Any, taken: _ConsumedBatch) -> None:
         self.__dict__.update(_loader=loader, _taken=taken)
 
     def __getattr__(self, name: str) -> Any:
@@ -298,8 +300,8 @@ class _Again:
         yield from taken.rest
 
 
-class _StatefulAgain(_Again):
-    """Variant of ``_Again`` for a stateful loader, whose loaded state replaces the consumed batch in a resumed run."""
+class _StatefulReplayedLoader(_ReplayedLoader):
+    """Variant of ``_ReplayedLoader`` for a stateful loader, whose loaded state replaces the consumed batch."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped loader's state."""
@@ -390,7 +392,7 @@ def _peeked(fetcher: Any) -> Any:
     if getattr(fetcher, "batches", None):
         return fetcher.batches[0][0]
     rest = fetcher.iterator
-    drawn = _Drawn()
+    drawn = _DrawRecord()
     try:
         item = next(rest)
     except StopIteration:

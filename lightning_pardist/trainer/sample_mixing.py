@@ -251,9 +251,9 @@ def _innermost(
     root: nn.Module, expect: Callable[[], Any], run: Callable[[], Any], keep: range, total: int
 ) -> nn.Module:
     """Return the first module to finish whose results differ although its inputs do not."""
-    with _prints(root, keep, total) as expected:
+    with _fingerprints(root, keep, total) as expected:
         expect()
-    with _prints(root, keep, total) as found:
+    with _fingerprints(root, keep, total) as found:
         run()
     for (module, given, result), (_, other_given, other_result) in zip(expected, found, strict=False):
         if _are_alike(given, other_given) and not _are_alike(result, other_result):
@@ -262,16 +262,16 @@ def _innermost(
 
 
 @contextmanager
-def _prints(root: nn.Module, keep: range, total: int) -> Iterator[list[tuple[nn.Module, Any, Any]]]:
+def _fingerprints(root: nn.Module, keep: range, total: int) -> Iterator[list[tuple[nn.Module, Any, Any]]]:
     """Context that lists each finished module call, with fingerprints of the kept samples in its input and output."""
     found: list[tuple[nn.Module, Any, Any]] = []
     given: list[Any] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given.append(_prints_of((args, kwargs), keep, total))
+        given.append(_fingerprints_of((args, kwargs), keep, total))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        found.append((module, given.pop(), _prints_of(output, keep, total)))
+        found.append((module, given.pop(), _fingerprints_of(output, keep, total)))
 
     with ExitStack() as stack:
         for module in root.modules():
@@ -280,7 +280,7 @@ def _prints(root: nn.Module, keep: range, total: int) -> Iterator[list[tuple[nn.
         yield found
 
 
-def _prints_of(tree: Any, keep: range, total: int) -> list[Tensor]:
+def _fingerprints_of(tree: Any, keep: range, total: int) -> list[Tensor]:
     found = []
     for each in tensors_in(tree):
         if not _is_plain(each) or each.is_complex() or not each.dim():

@@ -34,7 +34,7 @@ from lightning_pardist.compat.lightning_loops import (
     train_fetcher,
 )
 from lightning_pardist.compat.loaders import index_sampler
-from lightning_pardist.engines.servers.dealt_batches import Batch, DealtBatches
+from lightning_pardist.engines.servers.batch_assignment import Batch, BatchAssignment
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 from lightning_pardist.trainer.resumable_loaders import Order
 
@@ -70,7 +70,7 @@ class SharingFetcher(PrefetchFetcher):
         self._forget()
         return self
 
-    def go_on(self, turns: int, *, loaded: int, counted: int) -> None:
+    def extend(self, turns: int, *, loaded: int, counted: int) -> None:
         """Extend the epoch by more batches.
 
         Args:
@@ -125,7 +125,7 @@ class SharedEpochs:
         self._attached = PatchStack()
         self._fetcher: SharingFetcher | None = None
         self._loader: DataLoader[Any] | None = None
-        self._dealt: DealtBatches | None = None
+        self._assignment: BatchAssignment | None = None
         self._epoch = -1
         #: Batches of this epoch that were done when the run began; batches of an epoch in which no worker is lost.
         self._least = self._whole = 0
@@ -146,14 +146,14 @@ class SharedEpochs:
             self._adopt()
 
         def on_advance_start() -> None:
-            if self._dealt is not None and self._epoch != self._trainer.current_epoch:
-                self._begin(self._dealt.here)
+            if self._assignment is not None and self._epoch != self._trainer.current_epoch:
+                self._begin(self._assignment.here)
             begin()
 
         def increment_processed() -> None:
             processed()
-            if self._is_through and not (0 <= self._trainer.max_steps <= self._trainer.global_step):
-                self._go_on()
+            if self._is_epoch_done and not (0 <= self._trainer.max_steps <= self._trainer.global_step):
+                self._redistribute_batches()
 
         def should_accumulate() -> bool:
             return epoch_loop.batch_progress.current.ready not in self._ends and bool(accumulates())
@@ -188,13 +188,13 @@ class SharedEpochs:
         self._loader = self._only_loader(fetcher)
         self._fetcher = SharingFetcher(fetcher)
         set_train_fetcher(trainer, self._fetcher)
-        is_first = self._dealt is None
+        is_first = self._assignment is None
         # New loaders are divided over all workers.
         self._whole = int(trainer.fit_loop.max_batches)
-        self._begin(self._workers if self._dealt is None else self._dealt.here)
+        self._begin(self._workers if self._assignment is None else self._assignment.here)
         if is_first and trainer.fit_loop.restarting:
             self._least = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
-            self._go_on_from(self._resumed_from)
+            self._resume_from(self._resumed_from)
 
     def _begin(self, workers: Sequence[int]) -> None:
         """Divide the current epoch over ``workers``."""
@@ -208,13 +208,13 @@ class SharedEpochs:
         batches, limit = len(loader), self._trainer.limit_train_batches
         batches = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
         combined_loader(loop).limits = [batches]
-        self._have(batches)
+        self._set_num_batches(batches)
         if self._fetcher.fetched == 0:
             self._fetcher.end_at(batches)
         self._ends.clear()
-        self._dealt = DealtBatches(workers, self._share_of, own=batches)
+        self._assignment = BatchAssignment(workers, self._share_of, own=batches)
 
-    def _have(self, batches: int) -> None:
+    def _set_num_batches(self, batches: int) -> None:
         """Set the Trainer's number of batches of the epoch, and the validation interval derived from it."""
         trainer = self._trainer
         trainer.fit_loop.max_batches = batches
@@ -240,16 +240,16 @@ class SharedEpochs:
 
     # --- batches of lost workers ----------------------------------------------------------------------------------
 
-    def _go_on(self) -> None:
+    def _redistribute_batches(self) -> None:
         """Synchronise the lost workers and deal their unfinished batches. Collective over the remaining workers."""
-        dealt, gone = self._dealt, self._meet()
+        dealt, gone = self._assignment, self._meet()
         if dealt is None or self._fetcher is None:
             return
-        behind = self._behind(gone)
+        behind = self._done_by_lost(gone)
         new = [worker for worker in dealt.here if worker in behind]
-        before = len(dealt.given_to(self._rank))
+        before = len(dealt.taken_over_by(self._rank))
         left = dealt.count_left(behind, self._done)
-        turns = dealt.deal(behind)
+        turns = dealt.reassign(behind)
         if not new:
             return
         who, others = f"worker{'s' * (len(new) > 1)} {', '.join(map(str, new))}", len(dealt.here)
@@ -262,18 +262,18 @@ class SharedEpochs:
         if not turns:
             return
         self._ends.add(self._done)
-        self._give(dealt.given_to(self._rank)[before:])
-        self._have(self._done + turns)
+        self._yield_batches(dealt.taken_over_by(self._rank)[before:])
+        self._set_num_batches(self._done + turns)
         self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
         bar = self._trainer.progress_bar_callback
         if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
             bar.train_progress_bar.total = self._done + turns
 
-    def _behind(self, gone: Gone) -> dict[int, int]:
+    def _done_by_lost(self, gone: Gone) -> dict[int, int]:
         """Return how many batches of this epoch each lost worker has trained on."""
         return {worker: max(done if epoch == self._epoch else 0, self._least) for worker, (epoch, done) in gone.items()}
 
-    def _give(self, turns: Sequence[Batch | None], otherwise: Batch | None = None) -> None:
+    def _yield_batches(self, turns: Sequence[Batch | None], otherwise: Batch | None = None) -> None:
         """Make the loader yield this worker's batches; if it has none, ``otherwise`` as a filler."""
         batches = [batch for batch in turns if batch is not None]
         counted = len(batches)
@@ -281,7 +281,7 @@ class SharedEpochs:
             batches = [otherwise]
         if self._fetcher is not None:
             self._order.instead = batches
-            self._fetcher.go_on(len(turns), loaded=len(batches), counted=counted)
+            self._fetcher.extend(len(turns), loaded=len(batches), counted=counted)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -291,8 +291,8 @@ class SharedEpochs:
         Args:
             gone: Lost workers at the latest synchronisation.
         """
-        dealt, behind = self._dealt, self._behind(gone)
-        if dealt is None or self._is_through or not self._is_uneven(dealt, behind):
+        dealt, behind = self._assignment, self._done_by_lost(gone)
+        if dealt is None or self._is_epoch_done or not self._is_uneven(dealt, behind):
             return {}
         return {"epoch": self._epoch, "batch_size": self._order.batch_size, "dealt": dealt.state(behind, self._done)}
 
@@ -300,7 +300,7 @@ class SharedEpochs:
         """Set the state to resume from when the loaders are set up. Not collective."""
         self._resumed_from = state or None
 
-    def saved_loops(self, loops: dict[str, Any], gone: Gone) -> None:
+    def adjust_saved_loops(self, loops: dict[str, Any], gone: Gone) -> None:
         """Rewrite a checkpoint's batch counts to those of an epoch in which no worker is lost. Not collective.
 
         A finished epoch counts the usual number of batches; an unfinished one is counted from its end, by the steps
@@ -310,36 +310,38 @@ class SharedEpochs:
             loops: State of the Trainer's loops; changed in place.
             gone: Lost workers at the latest synchronisation.
         """
-        dealt, behind = self._dealt, self._behind(gone)
+        dealt, behind = self._assignment, self._done_by_lost(gone)
         counts = loops.get("fit_loop", {}).get("epoch_loop.batch_progress", {}).get("current")
         if dealt is None or counts is None or not self._is_uneven(dealt, behind):
             return
         done = self._whole
-        if not self._is_through:
+        if not self._is_epoch_done:
             turns = -(-dealt.count_left(behind, self._done) // len(self._workers))
             done = max(1, min(self._whole - turns, self._whole - 1))
         further = done - counts["ready"]
         counts.update({name: count + further for name, count in counts.items()})
 
-    def _is_uneven(self, dealt: DealtBatches, behind: Mapping[int, int]) -> bool:
+    def _is_uneven(self, dealt: BatchAssignment, behind: Mapping[int, int]) -> bool:
         return not dealt.is_plain or dealt.workers != self._workers or any(worker in behind for worker in dealt.here)
 
     @property
-    def _is_through(self) -> bool:
+    def _is_epoch_done(self) -> bool:
         return self._done >= self._trainer.fit_loop.max_batches
 
-    def _go_on_from(self, state: Mapping[str, Any] | None) -> None:
+    def _resume_from(self, state: Mapping[str, Any] | None) -> None:
         """Resume within an epoch that other workers have begun."""
         self._resumed_from = None
         if state is None or state["epoch"] != self._epoch:
             return
         share_of = partial(self._share_of, size=state["batch_size"])
-        self._dealt = DealtBatches.of_rest(self._workers, share_of, state=state["dealt"], begun=self._least)
-        turns = self._dealt.given_to(self._rank)
+        self._assignment = BatchAssignment.from_remaining(
+            self._workers, share_of, state=state["dealt"], begun=self._least
+        )
+        turns = self._assignment.taken_over_by(self._rank)
         if self._fetcher is not None:
             self._fetcher.end_at(self._least)
-            self._give(turns, otherwise=next(iter(self._dealt.given_to(self._workers[0])), None))
-        self._have(self._least + len(turns))
+            self._yield_batches(turns, otherwise=next(iter(self._assignment.taken_over_by(self._workers[0])), None))
+        self._set_num_batches(self._least + len(turns))
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
@@ -350,7 +352,9 @@ class SharedEpochs:
             ValueError: If there is no such loader.
         """
         loaders = combined_loader(self._trainer.fit_loop).flattened
-        found = self._why_not(loaders[0]) if len(loaders) == 1 else f"there are {len(loaders)} training loaders"
+        found = (
+            self._unshareable_reason(loaders[0]) if len(loaders) == 1 else f"there are {len(loaders)} training loaders"
+        )
         if isinstance(fetcher, IteratorFetcher):
             found = "training_step takes batches from dataloader_iter by itself"
         if found is None:
@@ -363,7 +367,7 @@ class SharedEpochs:
             " trainer.distributed_sampler_kwargs; or set lost_workers='report'."
         )
 
-    def _why_not(self, loader: Any) -> str | None:
+    def _unshareable_reason(self, loader: Any) -> str | None:
         """Return why other workers' batches cannot be computed from a loader; None if they can."""
         if not isinstance(loader, DataLoader) or isinstance(loader, Stateful):
             return f"the training loader is a {type(loader).__name__}, which has an order of its own"

@@ -26,12 +26,12 @@ from lightning_pardist.checkpoint.tensors import (
     can_fill,
     fill_module,
     fill_optimizer,
+    full_slots,
     optimizer_keys,
     optimizer_shards,
-    whole_slots,
 )
 from lightning_pardist.compat.lightning_functions import optimizers_to_device
-from lightning_pardist.engines.common.whole_updates import updates_of
+from lightning_pardist.engines.common.full_tensor_updates import updates_of
 
 
 class ShardedOptimizerState(dict[str, Any]):
@@ -61,7 +61,7 @@ class StateDicts:
     def __init__(self, context: RunContext) -> None:
         self.context = context
         self._names: dict[Tensor, str] = {}
-        self._last_whole: dict[str, Any] | None = None
+        self._full_module_state: dict[str, Any] | None = None
         self._saved: Mapping[str, Any] = {}
         self._at_end: tuple[dict[str, Shards], list[dict[str, Any]]] | None = None
 
@@ -80,7 +80,7 @@ class StateDicts:
                     ' Use the optimizer inside it under pardist_zero1, or DDPStrategy with checkpoint="full".'
                 )
 
-    def know_names(self, module: nn.Module) -> None:
+    def record_names(self, module: nn.Module) -> None:
         """Record the names of the module's parameters: optimizers may keep parameters that the module replaces."""
         self._names = {param: name for name, param in module.named_parameters()}
         self._at_end = None
@@ -112,20 +112,20 @@ class StateDicts:
         if context.sharded_checkpoints:
             return own
         if context.model_axes:
-            self._last_whole = assemble_module(own, world_coordinator(), like=state)
+            self._full_module_state = assemble_module(own, world_coordinator(), like=state)
         else:
-            self._last_whole = context.data_axis.whole_module_state(state)
-        return self._last_whole
+            self._full_module_state = context.data_axis.full_module_state(state)
+        return self._full_module_state
 
     def of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state to save, full or sharded. Collective over the world, unless sharded."""
         if not self.context.sharded_checkpoints:
-            return self.whole_optimizer(optimizer)
+            return self.full_optimizer_state(optimizer)
         index = self.context.optimizers.index(optimizer)
         tensors, rest = optimizer_shards(index, optimizer, self._own_slots(optimizer), self.current_names())
         return ShardedOptimizerState(rest, tensors={} if self.context.island else tensors)
 
-    def whole_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's full state dict, at least on the first rank. Collective over the world."""
         context, engine = self.context, self.context.data_engine
         if not context.model_axes and updates_of(optimizer) is None:
@@ -136,16 +136,16 @@ class StateDicts:
             slots = [[replace(slot, here=False) for slot in members] for members in slots]
         return assemble_optimizer(index, optimizer, slots, self.current_names(), world_coordinator())
 
-    def pop_whole(self) -> dict[str, Any] | None:
+    def pop_full_module_state(self) -> dict[str, Any] | None:
         """Return the latest full module state dict and drop the reference; None if there is none."""
-        whole, self._last_whole = self._last_whole, None
+        whole, self._full_module_state = self._full_module_state, None
         return whole
 
     def _slots(self, optimizer: Optimizer) -> Slots:
         engine, updates = self.context.data_engine, updates_of(optimizer)
         if updates is not None:
             return updates.slots()
-        return whole_slots(optimizer) if engine is None else engine.slots(optimizer)
+        return full_slots(optimizer) if engine is None else engine.slots(optimizer)
 
     def _own_slots(self, optimizer: Optimizer) -> Slots:
         """Return :meth:`_slots` without replicas of another model-axis rank, whose slices may be cut differently."""

@@ -50,7 +50,7 @@ class StopAgreement:
             return 0
         return int(self._store.get("asked")) if here == int(self._store.get("stop")) else 0
 
-    def let_pass(self, timeout_s: float) -> None:
+    def wait_for_first_rank(self, timeout_s: float) -> None:
         """Wait until the first rank, which writes the run's outputs, has reached this call or is gone with the store.
 
         Args:

@@ -55,7 +55,7 @@ def arguments(module: pl.LightningModule, name: str, batch: Any) -> tuple[Any, .
 
 
 @contextmanager
-def without_trace(
+def without_side_effects(
     module: pl.LightningModule, trainer: pl.Trainer | None = None, *, parameters: bool = True
 ) -> Iterator[None]:
     """Context without lasting effects of user code on the module: nothing is logged, and no optimizer steps.
@@ -74,12 +74,12 @@ def without_trace(
             stack.enter_context(_quiet(trainer))
         for child in module.modules():
             if isinstance(child, pl.LightningModule):
-                _stand_in(child)
+                _stub_methods(child)
         yield
 
 
 def run(module: pl.LightningModule, name: str, batch: Any, trainer: pl.Trainer | None = None) -> Any:
-    """Run a step function on a batch, inside :func:`without_trace`; if it fails, once more after the module's hooks.
+    """Run a step function on a batch, inside :func:`without_side_effects`; if it fails, again after the hooks.
 
     Args:
         module: Module whose step is run.
@@ -115,7 +115,7 @@ def _step(module: pl.LightningModule, name: str, batch: Any, trainer: pl.Trainer
 
 
 @contextmanager
-def optimizers_to_come(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[None]:
+def placeholder_optimizers(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[None]:
     """Context in which ``self.optimizers()`` and ``self.lr_schedulers()`` return stand-ins until the real ones exist.
 
     Args:
@@ -159,7 +159,7 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def _stand_in(module: pl.LightningModule) -> None:
+def _stub_methods(module: pl.LightningModule) -> None:
     """Replace methods that reach the Trainer by harmless ones; restoring a ModuleSnapshot removes them."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:

@@ -90,7 +90,7 @@ class EvenFetcher(PrefetchFetcher):
 
 
 @contextmanager
-def leaving_no_trace(module: nn.Module) -> Generator[None, None, None]:
+def discarding_side_effects(module: nn.Module) -> Generator[None, None, None]:
     """Context for a step whose batch does not count: metrics and buffers are restored afterwards."""
     metrics = [ModuleSnapshot(each) for each in module.modules() if isinstance(each, Metric)]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
@@ -151,9 +151,9 @@ class EvenSteps:
         return not fetcher.is_filler if isinstance(fetcher, EvenFetcher) else None
 
     @contextmanager
-    def leaving_no_trace(self) -> Generator[None, None, None]:
+    def discarding_side_effects(self) -> Generator[None, None, None]:
         """Context for a step: if this rank's batch does not count, metrics and buffers are restored afterwards."""
-        with nullcontext() if self.counts is not False else leaving_no_trace(self._trainer.lightning_module):
+        with nullcontext() if self.counts is not False else discarding_side_effects(self._trainer.lightning_module):
             yield
 
     def _make_even(self) -> None:

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pardist.engines.common.block_codes import EvenBlocks, decode, encode
-from lightning_pardist.engines.common.coded_exchange import Remainders, scatter_coded
+from lightning_pardist.engines.common.block_quantization import EvenBlocks, decode, encode
+from lightning_pardist.engines.common.quantized_exchange import ErrorFeedback, reduce_scatter_quantized
 from lightning_pardist.engines.fsdp import find_fsdp_units, shard
-from lightning_pardist.engines.fsdp.comm import UnitCodes
+from lightning_pardist.engines.fsdp.comm import UnitCompression
 from lightning_pardist.engines.fsdp.full_state import full_state
 from lightning_pardist.engines.zero import ZeroEngine
 from tests.helpers.parity import assert_close, snapshot
@@ -123,7 +123,7 @@ def _zero(stage, gather, reduce, feedback):
         error_feedback=feedback,
     )  # fmt: skip
     for step in range(STEPS):
-        engine.show_codes()
+        engine.show_dequantized()
         everywhere = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, snapshot(module))
         assert all(torch.equal(other[name], mine) for other in everywhere for name, mine in snapshot(module).items())
@@ -136,11 +136,11 @@ def _zero(stage, gather, reduce, feedback):
     engine.show_exact()
     found = snapshot(module)
     # Reading changes nothing: the codes of the exact values equal the received ones.
-    engine.show_codes()
+    engine.show_dequantized()
     coded = snapshot(module)
     engine.show_exact(for_a_look=True)
     assert_close(snapshot(module), found)
-    engine.show_codes()
+    engine.show_dequantized()
     # Values written into the exact view are kept, and are not mistaken for the parameters' own once they are undone.
     next(iter(module.parameters())).data.add_(1.0)
     engine.show_exact(for_a_look=True)
@@ -154,8 +154,8 @@ def _zero(stage, gather, reduce, feedback):
 
 def _fsdp(gather, reduce, feedback):
     module = _module()
-    codes = UnitCodes(gather, reduce, Remainders() if feedback else None)
-    sharded = shard(module, cpu_mesh((dist.get_world_size(),)), units=[], codes=codes)
+    compression = UnitCompression(gather, reduce, ErrorFeedback() if feedback else None)
+    sharded = shard(module, cpu_mesh((dist.get_world_size(),)), units=[], compression=compression)
     optimizer = _optimizer(module.parameters())
     sharded.attach(optimizer)
     for step in range(STEPS):
@@ -189,8 +189,10 @@ def _sent(kind, gather, reduce):
     module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     if kind == "zero3":
         units = find_fsdp_units(module, min_unit_bytes=1)
-        codes = UnitCodes(gather, reduce)
-        engine = shard(module, cpu_mesh((dist.get_world_size(),)), units=units, codes=codes, reshard_after_forward=True)
+        compression = UnitCompression(gather, reduce)
+        engine = shard(
+            module, cpu_mesh((dist.get_world_size(),)), units=units, compression=compression, reshard_after_forward=True
+        )
         optimizer = torch.optim.Adam(module.parameters())
         engine.attach(optimizer)
     else:
@@ -242,12 +244,14 @@ def test_codes_of_any_width_and_dtype(kind, dtype):
 
 
 def _overflow():
-    remainders, world = Remainders(), dist.get_world_size()
+    error_feedback, world = ErrorFeedback(), dist.get_world_size()
     finite = torch.randn(world * 128, generator=torch.Generator().manual_seed(dist.get_rank()))
     broken = finite.clone()
     broken[::32] = float("inf")
     sums = [
-        scatter_coded(each.clone(), group=dist.group.WORLD, kind="int8", remainders=remainders).finish()
+        reduce_scatter_quantized(
+            each.clone(), group=dist.group.WORLD, kind="int8", error_feedback=error_feedback
+        ).finish()
         for each in (finite, broken, finite)
     ]
     return [bool(each.isfinite().all()) for each in sums]
@@ -259,11 +263,13 @@ def test_gradients_that_are_not_finite_are_seen_once():
 
 def _halves():
     """Return the largest error of the mean of received bf16 gradients, sent as int4 and the same in every step."""
-    remainders, steps = Remainders(), 200
+    error_feedback, steps = ErrorFeedback(), 200
     mine = torch.randn(2 * 64, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
     total = torch.zeros(64)
     for _ in range(steps):
-        total += scatter_coded(mine.clone(), group=dist.group.WORLD, kind="int4", remainders=remainders).finish()
+        total += reduce_scatter_quantized(
+            mine.clone(), group=dist.group.WORLD, kind="int4", error_feedback=error_feedback
+        ).finish()
     everywhere = [torch.empty_like(mine) for _ in range(2)]
     dist.all_gather(everywhere, mine)
     expected = sum(each.float() for each in everywhere).view(2, 64)[dist.get_rank()]
@@ -281,10 +287,10 @@ def _one_is_not_finite():
         module[0].weight[0, 0] = float("inf")
     exact = snapshot(module)
     engine.show_exact()
-    engine.show_codes()
+    engine.show_dequantized()
     engine.show_exact()
     left = snapshot(module)
-    engine.show_codes()
+    engine.show_dequantized()
     engine.show_exact(for_a_look=True)
     again = snapshot(module)
     engine.detach()

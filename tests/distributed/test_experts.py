@@ -123,9 +123,9 @@ def _sharded_module(layer, lopsided):
 @contextlib.contextmanager
 def _noting_whole_weights():
     """Record all values that layers gather inside the block."""
-    taken, take = [], ShardedWeights.taken
+    taken, take = [], ShardedWeights.full_values
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedWeights, "taken", lambda self: taken.append(take(self)) or taken[-1])
+        patch.setattr(ShardedWeights, "full_values", lambda self: taken.append(take(self)) or taken[-1])
         yield taken
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pardist.collectives import world_group
-from lightning_pardist.engines.common.packed_exchange import PackedExchange, Parcel
+from lightning_pardist.engines.common.packed_exchange import BoxTransfer, PackedExchange
 from tests.helpers.ranks import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int8)
@@ -20,9 +20,9 @@ def _values(source, target):
 
 def _exchanged():
     rank, size = dist.get_rank(), dist.get_world_size()
-    outgoing = [Parcel(target, values) for target in range(size) for values in _values(rank, target)]
+    outgoing = [BoxTransfer(target, values) for target in range(size) for values in _values(rank, target)]
     places = {source: [torch.empty_like(values) for values in _values(source, rank)] for source in range(size)}
-    incoming = [Parcel(source, place) for source in range(size) for place in places[source]]
+    incoming = [BoxTransfer(source, place) for source in range(size) for place in places[source]]
     PackedExchange(outgoing, incoming, group=world_group(), device=torch.device("cpu")).finish()
     return all(
         torch.equal(place, values)

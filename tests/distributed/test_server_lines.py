@@ -8,9 +8,9 @@ from torch import nn
 
 from lightning_pardist.engines.common.update_scope import FoundScope
 from lightning_pardist.engines.servers import ParameterServer
-from lightning_pardist.engines.servers.lines import RemoteServer, WorkerThreads
-from lightning_pardist.engines.servers.messages import Kind, Line, Message
+from lightning_pardist.engines.servers.messages import Connection, Kind, Message
 from lightning_pardist.engines.servers.share import Share
+from lightning_pardist.engines.servers.worker_connections import RemoteServer, WorkerThreads
 from tests.helpers.ranks import run_ranks
 
 
@@ -27,7 +27,7 @@ def _unheard():
     group = dist.new_group(backend="gloo")
     found = None
     if dist.get_rank() == 0:
-        line = Line(group, 1, 7, timeout_s=0.3)
+        line = Connection(group, 1, 7, timeout_s=0.3)
         line.send(Message(Kind.UPDATE, payload=torch.zeros(2**22, dtype=torch.uint8)))
         found = _caught(line.flush)
     dist.barrier()

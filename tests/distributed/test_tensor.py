@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lightning_pardist.engines.tensor import apply_layout, plan_layout, whole_tensor
+from lightning_pardist.engines.tensor import apply_layout, plan_layout, to_full_tensor
 from tests.helpers.ranks import cpu_mesh, run_ranks
 from tests.helpers.zoo import ZOO, build, whole_state
 
@@ -48,7 +48,7 @@ def train_beside_one_process(name, world_size, kind, options):
         for (label, one), (_, many) in zip(reference.named_parameters(), model.named_parameters(), strict=True):
             assert (one.grad is None) == (many.grad is None), label
             if one.grad is not None:
-                error = (whole_tensor(many.grad) - one.grad).norm() / one.grad.norm().clamp_min(1e-2 * scale)
+                error = (to_full_tensor(many.grad) - one.grad).norm() / one.grad.norm().clamp_min(1e-2 * scale)
                 worst["grad"] = max(worst["grad"], error.item())
         for optimizer in optimizers:
             optimizer.step()

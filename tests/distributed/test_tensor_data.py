@@ -14,11 +14,11 @@ from lightning_pardist.engines.tensor import (
     attach,
     local_like,
     plan_layout,
+    to_full_tensor,
     unsplit_module,
-    whole_tensor,
 )
 from lightning_pardist.engines.zero import ZeroEngine
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import cpu_mesh, run_ranks
 from tests.helpers.zoo import build, whole_state
@@ -62,7 +62,7 @@ def train(kind, name, optimizer_name):
         if kind == "ddp":
             for (label, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
                 if p.grad is not None:
-                    assert_close({label: whole_tensor(q.grad)}, {label: p.grad})
+                    assert_close({label: to_full_tensor(q.grad)}, {label: p.grad})
         many.step()
         engine.step_done()
     state = engine.optimizer_state(many)["state"]
@@ -73,7 +73,7 @@ def train(kind, name, optimizer_name):
     assert_close({name: found[name] for name in weights}, {name: p.detach() for name, p in weights.items()})
     if kind != "ddp" and data_rank == 0:
         for index, entry in one.state_dict()["state"].items():
-            assert_close({key: whole_tensor(value) for key, value in state[index].items()}, entry)
+            assert_close({key: to_full_tensor(value) for key, value in state[index].items()}, entry)
 
 
 def train_sharded(name, optimizer_name):
@@ -101,14 +101,14 @@ def train_sharded(name, optimizer_name):
             loss.backward()
         many.step()
         engine.step_done()
-    held = sum(own_part(param).numel() for param in model.parameters())
-    state = {key: whole_tensor(value) for key, value in full_state(model, sharded.writer) if value is not None}
+    held = sum(local_shard(param).numel() for param in model.parameters())
+    state = {key: to_full_tensor(value) for key, value in full_state(model, sharded.writer) if value is not None}
     numbered = engine.optimizer_state(many)["state"]
     if data_rank == 0:
         weights = dict(reference.named_parameters(remove_duplicate=False))
         assert_close({key: state[key] for key in weights}, {key: p.detach() for key, p in weights.items()})
         for index, entry in one.state_dict()["state"].items():
-            assert_close({key: whole_tensor(value) for key, value in numbered[index].items()}, entry)
+            assert_close({key: to_full_tensor(value) for key, value in numbered[index].items()}, entry)
     load_full_state(
         model, {key: local_like(value, dict(model.state_dict())[key]) for key, value in reference.state_dict().items()}
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lightning_pardist  # noqa: F401  (before torchvision, which it mends)
-from lightning_pardist.engines.tensor import whole_tensor
+from lightning_pardist.engines.tensor import to_full_tensor
 from tests.distributed.test_tensor import split
 from tests.helpers.ranks import run_ranks
 
@@ -116,7 +116,7 @@ def one_step(name):
     for one, many in zip(reference.parameters(), model.parameters(), strict=True):
         assert (one.grad is None) == (many.grad is None)
         if one.grad is not None:
-            worst = max(worst, ((whole_tensor(many.grad) - one.grad).norm() / scale).item())
+            worst = max(worst, ((to_full_tensor(many.grad) - one.grad).norm() / scale).item())
     backward = runtime.group.calls.total() - forward
     return worst, (forward, backward), found.bytes_per_rank / found.total_bytes, sorted(runtime.fallbacks)
 

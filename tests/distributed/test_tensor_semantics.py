@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_pardist.engines.tensor import (
     SplitTensor,
-    whole_tensor,
+    to_full_tensor,
 )
 from tests.distributed.test_tensor import relative, split, train_beside_one_process
 from tests.helpers.ranks import run_ranks
@@ -132,7 +132,7 @@ def dropped(use_checkpoint):
         hidden = model.hidden
         assert isinstance(hidden, SplitTensor)
         loss.backward()
-    grads = [whole_tensor(parameter.grad) for parameter in model.parameters()]
+    grads = [to_full_tensor(parameter.grad) for parameter in model.parameters()]
     return model.whole.detach(), hidden.local.detach() != 0, model.after, loss.item(), grads
 
 
@@ -251,8 +251,8 @@ def odd():
     errors = [abs(loss.item() / expected.item() - 1)]
     for one, many in zip(reference.parameters(), model.parameters(), strict=True):
         assert isinstance(many, DTensor)
-        errors.append(relative(whole_tensor(many.grad), one.grad))
-        errors.append(relative(whole_tensor(many), one.detach()))
+        errors.append(relative(to_full_tensor(many.grad), one.grad))
+        errors.append(relative(to_full_tensor(many), one.detach()))
     return max(errors), sorted(runtime.fallbacks), {k: v.bytes_gathered for k, v in runtime.fallbacks.items()}
 
 
@@ -299,7 +299,7 @@ def layers_in_custom_functions():
         loss.backward()
     pairs = zip(reference.parameters(), model.parameters(), strict=True)
     return max(
-        abs(loss.item() / expected.item() - 1), *(relative(whole_tensor(many.grad), one.grad) for one, many in pairs)
+        abs(loss.item() / expected.item() - 1), *(relative(to_full_tensor(many.grad), one.grad) for one, many in pairs)
     )
 
 
@@ -365,7 +365,7 @@ def overwrite_the_last():
     with runtime.step():
         loss = model.loss(torch.ones(4, 8))
         loss.backward()
-    return relative(whole_tensor(model.up.weight.grad), reference.up.weight.grad), loss.item() / expected.item() - 1
+    return relative(to_full_tensor(model.up.weight.grad), reference.up.weight.grad), loss.item() / expected.item() - 1
 
 
 def test_a_copied_view_may_be_overwritten_that_nobody_else_looks_at():
@@ -427,7 +427,8 @@ def half_precision():
         loss.backward()
     expected.backward()
     error = max(
-        relative(whole_tensor(m.grad), r.grad) for m, r in zip(model.parameters(), reference.parameters(), strict=True)
+        relative(to_full_tensor(m.grad), r.grad)
+        for m, r in zip(model.parameters(), reference.parameters(), strict=True)
     )
     return loss.item(), expected.item(), error, str(loss.dtype)
 

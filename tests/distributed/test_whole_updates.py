@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_pardist.collectives import world_group
-from lightning_pardist.engines.common.joint_updates import step_on_wholes
+from lightning_pardist.engines.common.full_tensor_updates import updates_of
+from lightning_pardist.engines.common.joint_updates import step_on_full_tensors
 from lightning_pardist.engines.common.update_scope import find_scope
-from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.zero import ZeroEngine
 from tests.helpers.optimizers import Lamb, MuonAndAdam, NormOfAll, Own, Shampoo
 from tests.helpers.parity import assert_close, snapshot
@@ -210,7 +210,7 @@ def _one_raises():
     fully_shard(module, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
     params = list(module.parameters())
     optimizer = Raises(params)
-    step_on_wholes(optimizer, find_scope(optimizer, form="dims"), group=world_group())
+    step_on_full_tensors(optimizer, find_scope(optimizer, form="dims"), group=world_group())
     stop = {"now": dist.get_rank() == 1}
 
     def closure():
@@ -235,7 +235,7 @@ def _one_without_gradient():
     param = nn.Parameter(torch.arange(1.0, 9.0).reshape(2, 4))
     param = nn.Parameter(distribute_tensor(param.detach(), dist.device_mesh.init_device_mesh("cpu", (2,)), [Shard(0)]))
     optimizer = Lamb([param], weight_decay=0.0)
-    step_on_wholes(optimizer, find_scope(optimizer, form="dims"), group=world_group())
+    step_on_full_tensors(optimizer, find_scope(optimizer, form="dims"), group=world_group())
     before = param.full_tensor()
     if dist.get_rank() == 0:
         param.grad = distribute_tensor(torch.ones(2, 4), param.device_mesh, [Shard(0)], src_data_rank=None)

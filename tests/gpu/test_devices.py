@@ -21,8 +21,8 @@ from lightning_pardist.engines.common import devices
 from lightning_pardist.engines.common.slice_exchange import gather_slices
 from lightning_pardist.engines.offload import HostCopies, Offload
 from lightning_pardist.engines.zero import ZeroEngine
-from lightning_pardist.local_tensors import own_part, whole_over_data
-from lightning_pardist.runtime.process_group import default_backend, destroy_alone, init_process_group
+from lightning_pardist.local_tensors import gather_over_data, local_shard
+from lightning_pardist.runtime.process_group import default_backend, destroy_single_rank_group, init_process_group
 from tests.helpers.gpu import SharedGPU
 from tests.helpers.models import Base
 from tests.helpers.parity import assert_close, snapshot
@@ -100,7 +100,7 @@ def alone():
     init_process_group(None, rank=0, world_size=1, meeting=None, device=device, timeout=None)
     assert dist.get_backend() == default_backend(device) == "cpu:gloo,cuda:nccl"
     yield
-    destroy_alone()
+    destroy_single_rank_group()
 
 
 def _train(offload, stage=2, change=None, make=None, scaler=None, steps=5, slow=False):
@@ -226,7 +226,7 @@ def _tiled():
     module = Fused()
     found = []
     module.on_train_batch_end = lambda *unused: found.append(
-        {own_part(p).device.type for name, p in module.named_parameters() if name != "scale"}
+        {local_shard(p).device.type for name, p in module.named_parameters() if name != "scale"}
     )
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(32, 64)), batch_size=8))
     return found
@@ -274,7 +274,7 @@ def _whole():
     mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("data_shard", "other"))
     values = torch.arange(15.0, device="cuda").view(5, 3)
     sharded = distribute_tensor(values, mesh, [Shard(0), Replicate()], src_data_rank=None)
-    assert torch.equal(whole_over_data(sharded), values)
+    assert torch.equal(gather_over_data(sharded), values)
 
 
 def test_a_sharded_tensor_is_put_together_over_gloo():
@@ -289,7 +289,7 @@ def test_random_numbers_of_the_device():
     device = devices.device_in_use()
     assert device == torch.device("cuda", 0)
     before = devices.random_state(device)
-    with devices.random_stays(device):
+    with devices.preserve_random_state(device):
         devices.seed_generators(5, device)
         first = torch.rand(3, device=device)
         assert not devices.is_same_state(before, devices.random_state(device))

@@ -200,7 +200,7 @@ def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> No
         os.environ.pop(name, None)
     threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
     import lightning_pardist  # noqa: F401  (first, as users are told to)
-    from lightning_pardist.runtime.ranks_apart import make_whole
+    from lightning_pardist.runtime.isolated_ranks import restore_world
 
     torch.set_num_threads(1)
     timeout = timedelta(seconds=DEFAULT_TIMEOUT_S)
@@ -217,7 +217,7 @@ def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> No
             good, result = True, pickle.dumps(function(*args))
         except BaseException:
             good, result = False, traceback.format_exc()
-        make_whole()
+        restore_world()
         # A seed set by one test (PL_GLOBAL_SEED) would otherwise apply to every later Trainer.
         os.environ.clear()
         os.environ.update(environment)

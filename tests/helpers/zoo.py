@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-from lightning_pardist.engines.tensor import whole_tensor
+from lightning_pardist.engines.tensor import to_full_tensor
 
 
 class GPTAttention(nn.Module):
@@ -475,4 +475,4 @@ def build(name, seed=0):
 
 def whole_state(module):
     """Return parameters and buffers of a tensor-parallel module as plain, unsharded tensors. Collective."""
-    return {name: whole_tensor(value) for name, value in module.state_dict().items()}
+    return {name: to_full_tensor(value) for name, value in module.state_dict().items()}

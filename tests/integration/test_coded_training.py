@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pardist import FSDPStrategy, HybridStrategy, ZeroStrategy
-from lightning_pardist.axes.codes_setting import CodesSetting
+from lightning_pardist.axes.compression_setting import CompressionSetting
 from lightning_pardist.mesh import ParallelDims
 from recipes.gpt.data import Windows, read_standard_library
 from recipes.gpt.model import GPT
@@ -132,19 +132,25 @@ def test_settings_that_do_not_go_together(make, message):
 def test_remainders_of_scaled_gradients_are_refused():
     scaled = SimpleNamespace(precision=SimpleNamespace(scaler=object()), dims=ParallelDims(data_shard=2))
     with pytest.raises(ValueError, match="precision='16-mixed'"):
-        CodesSetting(None, "int8", True).check(scaled)
-    CodesSetting("int8", "int8", False).check(scaled)
-    CodesSetting("int8", None, None).check(scaled)
+        CompressionSetting(None, "int8", True).check(scaled)
+    CompressionSetting("int8", "int8", False).check(scaled)
+    CompressionSetting("int8", None, None).check(scaled)
 
 
 def test_codes_that_depend_on_neighbours_are_refused_on_tensor_ranks():
     split = SimpleNamespace(precision=None, dims=ParallelDims(data_shard=2, tensor_parallel=2))
-    for codes in (CodesSetting("int8", None, None), CodesSetting(None, "int4", True), CodesSetting(None, "bf16", True)):
+    for codes in (
+        CompressionSetting("int8", None, None),
+        CompressionSetting(None, "int4", True),
+        CompressionSetting(None, "bf16", True),
+    ):
         with pytest.raises(ValueError, match=r"between the 2 tensor ranks.*norms, biases"):
             codes.check(split)
     # bf16 quantises each number separately; int8 is accepted without data parallelism: no gradients are exchanged.
-    CodesSetting("bf16", None, None).check(split)
-    CodesSetting("int8", "int8", True).check(SimpleNamespace(precision=None, dims=ParallelDims(tensor_parallel=2)))
+    CompressionSetting("bf16", None, None).check(split)
+    CompressionSetting("int8", "int8", True).check(
+        SimpleNamespace(precision=None, dims=ParallelDims(tensor_parallel=2))
+    )
 
 
 def _copies():

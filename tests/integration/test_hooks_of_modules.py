@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_pardist import ContextParallelStrategy, HybridStrategy, TensorParallelStrategy
-from lightning_pardist.axes.pipeline.hooks import told_of_hooks
+from lightning_pardist.axes.pipeline.hooks import hook_warnings
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -101,14 +101,14 @@ def fit_under(name):
 def test_what_hooks_do_not_do_in_a_pipeline_is_told():
     module = Hooked()
     module.on_after_backward = lambda: None
-    told = list(told_of_hooks(module, ["blocks.0", "blocks.1", "blocks.2", "head"], 4))
+    told = list(hook_warnings(module, ["blocks.0", "blocks.1", "blocks.2", "head"], 4))
     assert "Full backward hooks of blocks.1 run" in told[0]
     assert "blocks.0.norm.weight" in told[1]
     assert "on_after_backward of Hooked" in told[2]
     # Inside a stage's units, and without micro-batches.
-    inside = list(told_of_hooks(module, ["blocks.1.up", "head"], 1))
+    inside = list(hook_warnings(module, ["blocks.1.up", "head"], 1))
     assert len(inside) == 2
-    assert not list(told_of_hooks(pl.LightningModule(), [], 4))
+    assert not list(hook_warnings(pl.LightningModule(), [], 4))
 
 
 class ByHand(pl.LightningModule):
@@ -118,8 +118,8 @@ class ByHand(pl.LightningModule):
 
 
 def test_gradients_read_around_an_update_are_told_and_a_warm_up_is_not():
-    (told,) = told_of_hooks(ByHand(), [], 4)
+    (told,) = hook_warnings(ByHand(), [], 4)
     assert "In optimizer_step of ByHand the gradients of parameters of other stages are None" in told
     warm_up = pl.LightningModule()
     warm_up.optimizer_step = lambda epoch, batch_idx, optimizer, closure=None: optimizer.step(closure=closure)
-    assert not list(told_of_hooks(warm_up, [], 4))
+    assert not list(hook_warnings(warm_up, [], 4))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from lightning_pardist import HybridStrategy, LocalSGDStrategy
-from lightning_pardist.engines.common.block_codes import SliceLayout, decode, encode
+from lightning_pardist.engines.common.block_quantization import SliceLayout, decode, encode
 from lightning_pardist.engines.outer_exchange import OuterExchange
 from lightning_pardist.engines.outer_fragments import fragments_of
 from tests.helpers.parity import assert_close, snapshot

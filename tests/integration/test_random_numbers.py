@@ -14,7 +14,7 @@ from lightning.pytorch import seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_pardist.axes.first_batch import of_first_rank
+from lightning_pardist.axes.first_batch import broadcast_batch
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -108,7 +108,7 @@ def _of_first_rank(item):
     batch = {"x": torch.full((2,), float(rank)), "said": [rank, item]}
     try:
         group = torch.distributed.group.WORLD
-        return of_first_rank((batch, 0), group=group, device=torch.device("meta"))
+        return broadcast_batch((batch, 0), group=group, device=torch.device("meta"))
     except TypeError as error:
         return str(error)
 

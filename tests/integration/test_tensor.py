@@ -440,8 +440,8 @@ def _alone():
     runtime.wrap_calls(module)
     together = module(x)
     with pytest.raises(RuntimeError, match="called the module"):
-        module(x) if dist.get_rank() == 0 else runtime.meet("step")
-    runtime.uncover()
+        module(x) if dist.get_rank() == 0 else runtime.check_same_call("step")
+    runtime.unwrap_calls()
     unsplit_module(module)
     return type(together), torch.allclose(together, module(x))
 

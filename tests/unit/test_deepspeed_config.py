@@ -100,7 +100,9 @@ def test_what_has_no_counterpart_is_listed_once():
                 "fp16": {"enabled": True},
             },
             FSDPStrategy,
-            lambda s: vars(s.axis(FSDPAxis).codes) == {"gather": "int8", "reduce": "int8", "error_feedback": False},
+            lambda s: (
+                vars(s.axis(FSDPAxis).compression) == {"gather": "int8", "reduce": "int8", "error_feedback": False}
+            ),
         ),
         ({"bf16": {"enabled": True}}, DDPStrategy, lambda s: s.precision_plugin.precision == "bf16-mixed"),
     ],

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from lightning_pardist.runtime import last_words, launchers
+from lightning_pardist.runtime import launchers, process_exit
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def unread(monkeypatch):
 
 
 def test_a_line_that_nobody_reads_is_no_error(unread):
-    last_words.say("gone")
+    process_exit.write_stderr("gone")
     with pytest.raises(SystemExit):
-        last_words.leave(3)
+        process_exit.exit_now(3)
     assert unread == [3]
 
 

@@ -107,7 +107,7 @@ def test_operators_of_dtensors_are_taken_back_with_the_last_user():
 
 def test_unchanged_parameters_stay():
     own = torch.utils.swap_tensors
-    with patches.unchanged_parameters_stay():
+    with patches.keep_unchanged_parameters():
         first, second = torch.zeros(2), torch.ones(2)
         torch.utils.swap_tensors(first, second)
         assert first.tolist() == [1, 1]
@@ -121,7 +121,7 @@ class _Clamping(nn.Module):
 
 def test_numbers_are_noted_where_they_are_clamped_and_cast():
     own, noted, x = torch.clamp, [], torch.tensor([2.0, 3.0])
-    with patches.noted_numbers(lambda *each: noted.append(each), lambda *each: noted.append(each)):
+    with patches.report_scalar_casts(lambda *each: noted.append(each), lambda *each: noted.append(each)):
         number, traced = torch.zeros(()), torch.ones((), requires_grad=True)
         results = [number.clamp(min=1), torch.clamp(number, min=2), torch.maximum(number, torch.tensor(3.0))]
         results += [number.double(), number.to(torch.float16), number.clone().clamp_(min=4)]
@@ -138,7 +138,9 @@ def test_numbers_are_noted_where_they_are_clamped_and_cast():
 
 def test_numbers_are_noted_until_the_last_one_is_outside():
     noted = []
-    first, second = (patches.noted_numbers(lambda *each: noted.append(each), lambda *each: None) for _ in range(2))
+    first, second = (
+        patches.report_scalar_casts(lambda *each: noted.append(each), lambda *each: None) for _ in range(2)
+    )
     with contextlib.ExitStack() as outer:
         first.__enter__()
         outer.enter_context(second)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lightning_pardist
 from lightning_pardist.cli import main
-from lightning_pardist.compat.fake_group import alone_among
+from lightning_pardist.compat.fake_group import in_fake_world
 from lightning_pardist.planner import DeviceProfile, PlanError, ProfileError, find_profile, measuring, plan, search
 from lightning_pardist.planner.candidates import DEFAULT, Candidate, enumerate_candidates
 from lightning_pardist.planner.ledger import HostStep, Ledger, Message, Operator
@@ -130,7 +130,7 @@ def test_what_fake_tensors_refuse_runs_once():
 
 def test_collectives_move_nothing():
     parts = torch.zeros(8 << 18)
-    with alone_among(8, rank=0, stands_for="nccl"), SkippedKernels() as skipped:
+    with in_fake_world(8, rank=0, stands_for="nccl"), SkippedKernels() as skipped:
         own = torch.ones(1 << 18)
         skipped.forget([own])
         torch.distributed.all_gather_into_tensor(parts, own)
@@ -169,9 +169,9 @@ def test_no_strategy_is_faster_than_its_bound():
     rows = searched.plan().rows
     assert len(rows) > 8
     for row in rows:
-        assert row.samples_per_s <= searched._promise(row.candidate) * (1 + 1e-9), row.candidate
+        assert row.samples_per_s <= searched._speed_bound(row.candidate) * (1 + 1e-9), row.candidate
     # Links dominate there: some of the bounds are almost tight.
-    assert max(row.samples_per_s / searched._promise(row.candidate) for row in rows) > 0.7
+    assert max(row.samples_per_s / searched._speed_bound(row.candidate) for row in rows) > 0.7
 
 
 @pytest.mark.slow

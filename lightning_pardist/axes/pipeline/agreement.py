@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pardist.axes.first_batch import of_first_rank, warn_of_different_batches
+from lightning_pardist.axes.first_batch import broadcast_batch, warn_of_different_batches
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import Recorded
 from lightning_pardist.collectives import all_gather_flat, table_device
@@ -90,7 +90,7 @@ class SameBatches:
                 self._differ = True
                 if self.group.rank() == 0:
                     warn_of_different_batches("a pipeline")
-        shared: list[Any] = of_first_rank(batches, group=self.group, device=self.device)
+        shared: list[Any] = broadcast_batch(batches, group=self.group, device=self.device)
         return shared
 
 

@@ -19,32 +19,32 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis
-from lightning_pardist.axes.broken_off import hold_to_host
+from lightning_pardist.axes.broken_off import skip_meta_in_cpu
 from lightning_pardist.axes.pipeline.agreement import (
     SameBatches,
     agree_on,
     share_random_state,
 )
 from lightning_pardist.axes.pipeline.averaged_copies import free_copy, gather_values, placements_of_copies, restore_copy
-from lightning_pardist.axes.pipeline.batches_in_flight import LookAhead, watched_by
+from lightning_pardist.axes.pipeline.batches_in_flight import BatchPrefetcher, find_interfering_hook
 from lightning_pardist.axes.pipeline.finetuning import FinetuningAcrossStages
-from lightning_pardist.axes.pipeline.hooks import told_of_hooks
+from lightning_pardist.axes.pipeline.hooks import hook_warnings
 from lightning_pardist.axes.pipeline.merged_values import WEIGHT
-from lightning_pardist.axes.pipeline.meta_stages import create_local, stand_ins
+from lightning_pardist.axes.pipeline.meta_stages import create_local, meta_placeholders
 from lightning_pardist.axes.pipeline.microbatch_outputs import BatchOutputs, Part, StepOutputs
 from lightning_pardist.axes.pipeline.microbatching import Microbatching
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import STEPS, Recorded, StepKey, StepRecorder, loss_of
 from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares
-from lightning_pardist.axes.pipeline.refusals import check_trainer, find_joint
-from lightning_pardist.axes.together import raise_together
+from lightning_pardist.axes.pipeline.refusals import check_trainer, find_joint_updates
+from lightning_pardist.axes.together import raise_on_all_ranks
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat.lightning_loops import active_loop, data_fetcher, layer_sync, set_data_fetcher
-from lightning_pardist.engines.common.joint_updates import step_on_wholes
+from lightning_pardist.engines.common.full_tensor_updates import updates_of
+from lightning_pardist.engines.common.joint_updates import step_on_full_tensors
 from lightning_pardist.engines.common.loss_setting import terms_of
 from lightning_pardist.engines.common.meta_init import on_meta, restore_random_state
 from lightning_pardist.engines.common.meta_init import share_random_state as take_random_state
-from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.data_engine import MicrobatchContext
 from lightning_pardist.engines.ddp.buffers import broadcast_module
 from lightning_pardist.engines.pipeline import (
@@ -65,7 +65,7 @@ from lightning_pardist.mesh import Degree, degrees_of_machine
 from lightning_pardist.trainer.layer_sync import WatchedBatchNorms, syncs_batch_norms
 from lightning_pardist.trainer.loss_weights import coupled_samples, unlike_losses, weight_of_logged
 from lightning_pardist.trainer.patch_stack import PatchStack
-from lightning_pardist.trainer.random_numbers import drawn_apart
+from lightning_pardist.trainer.random_numbers import random_draws_message
 from lightning_pardist.trainer.sample_batches import on_device, undisturbed_random
 from lightning_pardist.trainer.sample_mixing import mixed_samples
 
@@ -103,21 +103,21 @@ class PipelineAxis(ParallelAxis):
         self.engine: PipelineEngine | None = None
         self.last_result: StepResult | None = None
         self.record_times = False
-        self._outside: OutOfScheduleForward | None = None
+        self._out_of_schedule: OutOfScheduleForward | None = None
         self._patches = PatchStack()
         self._effects: StepOutputs | None = None
         self._same_batch: SameBatches | None = None
         self._plans: dict[StepKey, PipelinePlan] = {}
         self._unstaged: dict[StepKey, str] = {}
         self._observed: Recorded | None = None
-        self._is_whole = False
+        self._is_unsplit = False
         self._rules: dict[StepKey, Rules] = {}
         self._cut, self._loss = "", LossMakeup()
         #: For evaluation: the loop's fetcher, results of batches run ahead of the loop, and the most batches in flight.
-        self._ahead: LookAhead | None = None
+        self._prefetched: BatchPrefetcher | None = None
         self._results: dict[int, BatchOutputs] = {}
         self._in_flight = 1
-        self._one_by_one: set[StepKey] = set()
+        self._runs_sequentially: set[StepKey] = set()
         self._taken: list[tuple[nn.Parameter, Tensor]] = []
         self._metrics: list[Metric] = []
         self._batch_norms: WatchedBatchNorms | None = None
@@ -150,10 +150,10 @@ class PipelineAxis(ParallelAxis):
         world = world_group()
         broadcast_module(module, group=world)
         share_random_state(self.group, self.context.device)
-        with stand_ins(module, self.context.device):
+        with meta_placeholders(module, self.context.device):
             self._observed = self._record(trainer)
         settings, size = self.settings, self.group.size()
-        made = self._observed.placing
+        made = self._observed.placement_plan
         ranks = stage_ranks(settings.schedule, size, settings.chunks_per_rank)
         own = take_random_state([world])
         create_local(module, Placement(module, made, ranks, self.group.rank(), self.group), init=settings.init)
@@ -179,14 +179,17 @@ class PipelineAxis(ParallelAxis):
                 ranks, weight = dist.get_process_group_ranks(self.group), self.context.loss_weight
                 with undisturbed_random():
                     samples, checks = self.context.samples, self.context.check_samples
-                    ways: dict[str, Any] = {"check_samples": checks, "in_one_piece": self.context.in_one_piece}
+                    ways: dict[str, Any] = {
+                        "check_samples": checks,
+                        "unsplittable_modules": self.context.unsplittable_modules,
+                    }
                     recorder = StepRecorder(trainer, self.settings, ranks, samples, weight, found, **ways)
                     recorded = recorder.record()
                 if found is not None:
                     found[key] = recorded
         except Exception as error:
             failure = error
-        raise_together(failure, lambda said: CannotPipelineError(f"The module could not be split. {said}", ()))
+        raise_on_all_ranks(failure, lambda said: CannotPipelineError(f"The module could not be split. {said}", ()))
         return agree_on(recorded)
 
     @override
@@ -203,10 +206,10 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
-        joint = find_joint(optimizers, self.context.update_scope)
-        if not self.context.data_axis.steps_on_parts:
+        joint = find_joint_updates(optimizers, self.context.update_scope)
+        if not self.context.data_axis.steps_on_shards:
             for optimizer, found in joint:
-                step_on_wholes(optimizer, found, group=self.context.update_group(found.scope))
+                step_on_full_tensors(optimizer, found, group=self.context.update_group(found.scope))
         self._split(trainer, trainer.lightning_module, optimizers)
 
     def _split(self, trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
@@ -218,8 +221,8 @@ class PipelineAxis(ParallelAxis):
         group, device = self.group, self.context.device
         recorded = self._observed or self._record(trainer)
         self._observed = None
-        self._is_whole = recorded.microbatching is not None and recorded.microbatching.is_whole
-        if recorded.owners is not None and (joint := self.context.in_one_piece):
+        self._is_unsplit = recorded.microbatching is not None and recorded.microbatching.is_whole
+        if recorded.owners is not None and (joint := self.context.unsplittable_modules):
             raise CannotPipelineError(
                 f"{next(iter(recorded.unstaged.values()))} So there are no fixed stages, and the ranks that run"
                 f" {joint[0]!r} together would reach it in different orders.",
@@ -228,9 +231,9 @@ class PipelineAxis(ParallelAxis):
         self._plans, self._rules, self._unstaged = recorded.plans, recorded.rules, recorded.unstaged
         self._cut, self._loss = recorded.cut, recorded.loss
         self._warn_of_losses(recorded)
-        first = recorded.placing
+        first = recorded.placement_plan
         self._effects = StepOutputs(module, first.trace.unit_names, written=recorded.written)
-        self._effects.learn(self._training_rules)
+        self._effects.adopt_rules(self._training_rules)
         self._same_batch = SameBatches(group, device)
         self.engine = PipelineEngine(module, first, group=group, device=device, options=self._options(recorded))
         replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -240,7 +243,7 @@ class PipelineAxis(ParallelAxis):
             free_copy(placement)
 
     @override
-    def why_not_compiled(self, whole_step: bool) -> str:
+    def compile_refusal(self, whole_step: bool) -> str:
         return (
             "runs a step in pieces on each stage, with placeholders for the results of other stages: torch compiles"
             " nothing there. Leave compile out, or use pardist_zero3"
@@ -266,14 +269,14 @@ class PipelineAxis(ParallelAxis):
         ]
 
     @override
-    def copied_parameters(self) -> list[str]:
+    def replicated_parameters(self) -> list[str]:
         holders = {} if self.engine is None else self.engine.placement.holders
         return [name for name, ranks in holders.items() if len(ranks) > 1]
 
     @property
     @override
-    def runs_a_step(self) -> int:
-        return 1 if self.engine is None or self._is_whole else self.engine.options.num_microbatches
+    def passes_per_step(self) -> int:
+        return 1 if self.engine is None or self._is_unsplit else self.engine.options.num_microbatches
 
     @override
     def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -281,19 +284,19 @@ class PipelineAxis(ParallelAxis):
         if self.engine is None:
             return
         placement = self.engine.placement
-        placement.remember()
+        placement.fix_parameters()
         if trainer.state.fn == TrainerFn.FITTING:
             # Only in a fit: an evaluation may plan other stages, but optimizer state stays where the fit placed it.
             self._counted = set(placement.owned())
         if self.group.size() > 1:
-            self._outside = OutOfScheduleForward(
+            self._out_of_schedule = OutOfScheduleForward(
                 placement,
                 self.context.device,
                 _group_for_outside(self.context.mesh),
                 step_group=self.group,
                 whole=self.context.plain,
             )
-            self._outside.install()
+            self._out_of_schedule.install()
             self._patches.attach(FinetuningAcrossStages(self.group))
 
     def _warn_of_losses(self, recorded: Recorded) -> None:
@@ -312,12 +315,12 @@ class PipelineAxis(ParallelAxis):
             )
         self._batch_norms = self._watched_batch_norms(recorded)
         if recorded.draws:
-            rank_zero_info(drawn_apart("training_step", "each stage for each micro-batch"))
+            rank_zero_info(random_draws_message("training_step", "each stage for each micro-batch"))
         if self._trainer.state.fn == TrainerFn.FITTING:
-            units = recorded.placing.trace.unit_names
-            for text in told_of_hooks(self._trainer.lightning_module, units, self._options(recorded).num_microbatches):
+            units = recorded.placement_plan.trace.unit_names
+            for text in hook_warnings(self._trainer.lightning_module, units, self._options(recorded).num_microbatches):
                 rank_zero_warn(text)
-        if (buffers := recorded.placing.trace.sample_buffers) and self._options(recorded).num_microbatches > 1:
+        if (buffers := recorded.placement_plan.trace.sample_buffers) and self._options(recorded).num_microbatches > 1:
             rank_zero_warn(
                 f"Buffers that depend on the samples of a batch ({', '.join(sorted(buffers))}) are updated once for"
                 " every micro-batch, from its samples alone; a single process updates them once a step. pardist_mp,"
@@ -362,7 +365,7 @@ class PipelineAxis(ParallelAxis):
     def _watched_batch_norms(self, recorded: Recorded) -> WatchedBatchNorms | None:
         made, trainer = recorded.microbatching, self._trainer
         fitting = trainer.state.fn == TrainerFn.FITTING and self.context.check_samples
-        if not fitting or made is None or made.is_whole or made.most == 1:
+        if not fitting or made is None or made.is_whole or made.max_count == 1:
             return None
         remedy = "With Trainer(sync_batchnorm=True) every batch is one micro-batch."
         if syncs_batch_norms(layer_sync(trainer.strategy)):  # type: ignore[arg-type]
@@ -378,7 +381,7 @@ class PipelineAxis(ParallelAxis):
         microbatching = recorded.microbatching or Microbatching(settings, self.group.size())
         return PipelineOptions(
             schedule=settings.schedule,
-            num_microbatches=microbatching.most,
+            num_microbatches=microbatching.max_count,
             chunks_per_rank=settings.chunks_per_rank,
             loss_of=loss_of,
             loss_weight=rules.loss_weight or self.context.loss_weight,
@@ -417,7 +420,7 @@ class PipelineAxis(ParallelAxis):
             (batch,) = self._same_batch([batch])
             # Random numbers, for example when sampling text, may decide which layers are called next.
             share_random_state(self.group, self.context.device)
-            with nullcontext() if self._outside is None else self._outside.for_a_step(engine.replay):
+            with nullcontext() if self._out_of_schedule is None else self._out_of_schedule.for_a_step(engine.replay):
                 result = step(batch, *rest)
             if contains_stub(result):
                 raise CannotPipelineError(
@@ -436,7 +439,7 @@ class PipelineAxis(ParallelAxis):
             return effects.run(lambda part: step(part, *rest), microbatch, samples, weigh=weigh)
 
         first, alike = engine.forwards_first, engine.losses_alike
-        with effects.watching(), self._inside_a_step():
+        with effects.watching(), self._step_context():
             done = self._train(engine, run, batch)
         if engine.forwards_first and not first:
             rank_zero_warn(
@@ -469,8 +472,8 @@ class PipelineAxis(ParallelAxis):
             with suppress(LookupError):
                 arguments[WEIGHT] = weight_of_logged(arguments["value"], values, loss, terms, samples)
 
-    def _inside_a_step(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._outside is None else self._outside.suspended()
+    def _step_context(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._out_of_schedule is None else self._out_of_schedule.suspended()
 
     def _evaluated(self, step: Callable[..., Any], key: StepKey, batch: Any, rest: Sequence[Any]) -> BatchOutputs:
         """Return an evaluation step's outputs for a batch, run now or together with an earlier batch.
@@ -480,19 +483,19 @@ class PipelineAxis(ParallelAxis):
         engine, effects, same = self.engine, self._effects, self._same_batch
         if engine is None or effects is None or same is None:
             raise RuntimeError("There is no pipeline outside of runs.")
-        ahead = self._ahead
+        ahead = self._prefetched
         position = -1 if ahead is None else ahead.position
         if position in self._results:
             return self._results.pop(position)
         self._results.clear()
         batches, arguments = [batch], [tuple(rest)]
-        most = 1 if key in self._one_by_one else self._in_flight
+        most = 1 if key in self._runs_sequentially else self._in_flight
         if ahead is not None and most > 1:
             for item in ahead.upcoming(most - 1):
                 batches.append(on_device(self._trainer, item[0], item[2]))
                 # `batch_idx` comes first, if the step takes it.
-                arguments.append((item[1], *rest[1:]) if self._takes_index(key[0]) else tuple(rest))
-            ahead.moved(batches[1:])
+                arguments.append((item[1], *rest[1:]) if self._takes_batch_idx(key[0]) else tuple(rest))
+            ahead.replace_batches(batches[1:])
         batches = same(batches, most=most)
 
         def run(whole: Any) -> Any:
@@ -500,45 +503,45 @@ class PipelineAxis(ParallelAxis):
             return effects.run_in_order(lambda value: step(value, *arguments[index]), whole)
 
         start = engine.position
-        with effects.watching(), self._inside_a_step():
+        with effects.watching(), self._step_context():
             done = engine.eval_steps(run, batches, plan=self._plans[key])
         self.last_result = done
         for index, result in enumerate(done.results):
             outputs = effects.of_batch(map_leaves(self._to_device, result))
             self._results[position + index] = outputs
-            if outputs.lasts and len(batches) > 1:
+            if outputs.has_persistent_effects and len(batches) > 1:
                 # The next batches ran through the first stages without this change: they are run again.
                 engine.position = start + index + 1
-                self._one_by_one.add(key)
+                self._runs_sequentially.add(key)
                 break
         return self._results.pop(position)
 
-    def _takes_index(self, name: str) -> bool:
+    def _takes_batch_idx(self, name: str) -> bool:
         return is_param_in_hook_signature(getattr(self._trainer.lightning_module, name), "batch_idx", min_args=2)
 
     @property
-    def _most_in_flight(self) -> int:
+    def _max_batches_in_flight(self) -> int:
         return self.settings.eval_batches_in_flight or _EVAL_BATCHES_A_RANK * self.group.size()
 
     @override
     def start_evaluation(self) -> None:
         """Set up running batches ahead of the Trainer's loop; by default not if a hook or callback could observe it."""
-        self._ahead, self._in_flight = None, 1
+        self._prefetched, self._in_flight = None, 1
         self._results.clear()
         if self.engine is None:
             return
-        most, trainer = self._most_in_flight, self._trainer
-        if most == 1 or (self.settings.eval_batches_in_flight is None and watched_by(trainer)):
+        most, trainer = self._max_batches_in_flight, self._trainer
+        if most == 1 or (self.settings.eval_batches_in_flight is None and find_interfering_hook(trainer)):
             return
         loop = active_loop(trainer)
         if loop is not None and data_fetcher(loop) is not None:
             self._in_flight = most
-            self._ahead = LookAhead(data_fetcher(loop))
-            set_data_fetcher(loop, self._ahead)
+            self._prefetched = BatchPrefetcher(data_fetcher(loop))
+            set_data_fetcher(loop, self._prefetched)
 
     @override
     def end_evaluation(self) -> None:
-        self._ahead, self._in_flight = None, 1
+        self._prefetched, self._in_flight = None, 1
         self._results.clear()
 
     def _train(self, engine: PipelineEngine, run: Callable[[Any], Any], batch: Any) -> StepResult:
@@ -546,7 +549,7 @@ class PipelineAxis(ParallelAxis):
         scale = (1.0 if scaler is None else float(scaler.get_scale())) / self._trainer.accumulate_grad_batches
         present = self.context.batch_counts is None or self.context.batch_counts() is not False
         # Lightning zeroes gradients between training_step and backward: keep those computed here until backward.
-        with self._data_engine_waits() as turns:
+        with self._defer_reduction() as turns:
             earlier = engine.placement.take_gradients()
             try:
                 done = engine.train_step(run, batch, scale=scale, turns=turns, present=present)
@@ -555,7 +558,7 @@ class PipelineAxis(ParallelAxis):
                 engine.placement.add_gradients(earlier)
         return done
 
-    def _data_engine_waits(self) -> AbstractContextManager[MicrobatchContext | None]:
+    def _defer_reduction(self) -> AbstractContextManager[MicrobatchContext | None]:
         data_engine = self.context.data_engine
         return nullcontext() if data_engine is None else data_engine.defer_reduction()
 
@@ -571,12 +574,12 @@ class PipelineAxis(ParallelAxis):
     @override
     def around_backward(self) -> AbstractContextManager[None]:
         # With manual optimization backward runs inside a step, in which parameters are replaced by placeholders.
-        return nullcontext() if self._outside is None else self._outside.own_parameters()
+        return nullcontext() if self._out_of_schedule is None else self._out_of_schedule.own_parameters()
 
     @override
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        if self._outside is not None:
-            self._outside.renew()
+        if self._out_of_schedule is not None:
+            self._out_of_schedule.renew()
 
     def _key_of(self, stage: RunningStage | None, rest: Sequence[Any]) -> StepKey:
         name = "" if stage is None else STEPS[stage]
@@ -663,7 +666,7 @@ class PipelineAxis(ParallelAxis):
             return ""
         options = self.engine.options
         chunks = f", {options.chunks_per_rank} stages a rank" if options.chunks_per_rank > 1 else ""
-        cut = self._cut or f"evaluation of whole batches, up to {self._most_in_flight} in flight"
+        cut = self._cut or f"evaluation of whole batches, up to {self._max_batches_in_flight} in flight"
         head = f"Pipeline: schedule {options.schedule}{chunks}, {cut}"
         if self.engine.plan.by_owner:
             head = "Model parallel without stages: whole batches, each layer on the rank that holds it"
@@ -683,9 +686,9 @@ class PipelineAxis(ParallelAxis):
     @override
     def release(self) -> None:
         self._patches.detach()
-        if self._outside is not None:
-            self._outside.remove()
-            self._outside = None
+        if self._out_of_schedule is not None:
+            self._out_of_schedule.remove()
+            self._out_of_schedule = None
 
     @override
     def teardown(self) -> None:
@@ -700,13 +703,13 @@ class PipelineAxis(ParallelAxis):
         module = self.context.module
         if engine is None or module is None:
             return
-        if self.ended_well():
+        if self.ended_normally():
             replace_in(self.context.optimizers, engine.placement.restore())
             # Including copies created during the run.
             for placement in placements_of_copies(module.trainer, engine.placement):
                 restore_copy(placement)
         else:
-            hold_to_host(module)
+            skip_meta_in_cpu(module)
 
     @property
     def _trainer(self) -> pl.Trainer:

@@ -22,7 +22,7 @@ _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_
 _KNOWN = ("lightning.", "pytorch_lightning.", "lightning_pardist.")
 
 
-class LookAhead(Iterator[Any]):
+class BatchPrefetcher(Iterator[Any]):
     """Replacement for a loop's data fetcher that can read batches ahead.
 
     Args:
@@ -35,7 +35,7 @@ class LookAhead(Iterator[Any]):
 
     def __init__(self, fetcher: Any) -> None:
         self._fetcher = fetcher
-        self._coming: deque[tuple[Any, bool]] = deque()
+        self._read_ahead: deque[tuple[Any, bool]] = deque()
         self._failure: Exception | None = None
         self._is_last: bool | None = None
         self.current: Any = None
@@ -52,8 +52,8 @@ class LookAhead(Iterator[Any]):
         return bool(self._fetcher.done) if self._is_last is None else self._is_last
 
     def __next__(self) -> Any:
-        if self._coming:
-            self.current, self._is_last = self._coming.popleft()
+        if self._read_ahead:
+            self.current, self._is_last = self._read_ahead.popleft()
         elif self._failure is not None:
             raise self._failure
         else:
@@ -67,7 +67,7 @@ class LookAhead(Iterator[Any]):
 
         An exception in reading them is raised later, by :meth:`__next__`.
         """
-        while len(self._coming) < most and self._failure is None and not self._fetcher.done:
+        while len(self._read_ahead) < most and self._failure is None and not self._fetcher.done:
             try:
                 item = next(self._fetcher)
             except StopIteration:
@@ -75,22 +75,22 @@ class LookAhead(Iterator[Any]):
             except Exception as error:
                 self._failure = error
                 break
-            self._coming.append((item, bool(self._fetcher.done)))
+            self._read_ahead.append((item, bool(self._fetcher.done)))
         found = []
-        for item, _ in list(self._coming)[:most]:
+        for item, _ in list(self._read_ahead)[:most]:
             if item[2] != self.current[2]:
                 break
             found.append(item)
         return found
 
-    def moved(self, batches: list[Any]) -> None:
+    def replace_batches(self, batches: list[Any]) -> None:
         """Replace the batches of the next items by these, which are already on the device."""
         for index, batch in enumerate(batches):
-            (_, batch_idx, dataloader_idx), last = self._coming[index]
-            self._coming[index] = ((batch, batch_idx, dataloader_idx), last)
+            (_, batch_idx, dataloader_idx), last = self._read_ahead[index]
+            self._read_ahead[index] = ((batch, batch_idx, dataloader_idx), last)
 
 
-def watched_by(trainer: pl.Trainer) -> str:
+def find_interfering_hook(trainer: pl.Trainer) -> str:
     """Return the name of a hook that could observe, or affect, batches that run ahead of the loop; empty if none.
 
     Args:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
 _REPLACED = "filter_on_optimizer"
 
@@ -81,5 +81,5 @@ def _kind(param: Tensor) -> tuple[Any, ...]:
 
 
 def _digest(param: Tensor) -> str:
-    values = own_part(param.detach()).cpu().contiguous().view(-1)
+    values = local_shard(param.detach()).cpu().contiguous().view(-1)
     return hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()

@@ -19,7 +19,7 @@ _ON_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zer
 _AROUND_UPDATES = ("optimizer_step", "configure_gradient_clipping")
 
 
-def told_of_hooks(module: pl.LightningModule, units: Collection[str], num_microbatches: int) -> Iterator[str]:
+def hook_warnings(module: pl.LightningModule, units: Collection[str], num_microbatches: int) -> Iterator[str]:
     """Yield warnings for the log; none without such hooks.
 
     Args:

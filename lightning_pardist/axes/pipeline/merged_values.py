@@ -29,7 +29,7 @@ def is_numeric(value: Any) -> bool:
     return isinstance(value, (Tensor, int, float)) and not isinstance(value, bool)
 
 
-def change_of(place: Place) -> Place:
+def increment_of(place: Place) -> Place:
     """Return the place of a step's increment of a value that persists between steps."""
     return (f"change of {place[0]}", *place[1:])
 
@@ -38,12 +38,12 @@ def merged_numbers(column: list[Any], before: Any, place: Place, shares: Shares,
     """Combine the values that micro-batches have left in an attribute or buffer, or their changes, to the batch's."""
     if len(column) == 1:
         return column[0]
-    value = rules.combine(place, column, shares, _otherwise(column, shares))
+    value = rules.combine(place, column, shares, _default_rule(column, shares))
     if not is_numeric(before) or not _are_alike([before, *column]):
         return value
     changes = [item - before for item in column]
-    change = rules.combine(change_of(place), changes, shares, _otherwise(changes, shares))
-    return before + change if change_of(place) in rules.of or place not in rules.of else value
+    change = rules.combine(increment_of(place), changes, shares, _default_rule(changes, shares))
+    return before + change if increment_of(place) in rules.of or place not in rules.of else value
 
 
 def _are_alike(values: list[Any]) -> bool:
@@ -54,10 +54,10 @@ def _are_alike(values: list[Any]) -> bool:
 
 def rule_of(column: list[Any], place: Place, shares: Shares, rules: Rules) -> str:
     """Return the rule that :func:`merged_numbers` applies."""
-    return "last" if change_of(place) in rules.of else rules.of.get(place, _otherwise(column, shares))
+    return "last" if increment_of(place) in rules.of else rules.of.get(place, _default_rule(column, shares))
 
 
-def _otherwise(column: list[Any], shares: Shares) -> str:
+def _default_rule(column: list[Any], shares: Shares) -> str:
     """Return the default rule for values without a rule from the trial."""
     first = column[0]
     if not isinstance(first, Tensor):
@@ -104,7 +104,7 @@ def _combine_log(column: list[dict[str, Any]], shares: Shares, rules: Rules, pla
         if done["batch_size"] == sum(sizes) and sizes != list(shares.sizes):
             shares = Shares.of(sizes, shares.sizes)
     if all(WEIGHT in arguments for arguments in column) and rules.of.get(place, "mean") in ("mean", "samples", "sum"):
-        return done | _weighed(column, shares)
+        return done | _combine_weighted(column, shares)
     done.pop(WEIGHT, None)
     reduce_fx = done.get("reduce_fx", "mean")
     name = getattr(reduce_fx, "__name__", reduce_fx)
@@ -120,7 +120,7 @@ def _combine_log(column: list[dict[str, Any]], shares: Shares, rules: Rules, pla
     return done
 
 
-def _weighed(column: list[dict[str, Any]], shares: Shares) -> dict[str, Any]:
+def _combine_weighted(column: list[dict[str, Any]], shares: Shares) -> dict[str, Any]:
     """Combine logged values with known weights; return the batch's value and its weight."""
     values, weights = ([arguments[key] for arguments in column] for key in ("value", WEIGHT))
     if None in weights:

@@ -15,7 +15,7 @@ from lightning_pardist.engines.pipeline.placement import Placement
 
 
 @contextmanager
-def stand_ins(module: nn.Module, device: torch.device) -> Iterator[None]:
+def meta_placeholders(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Context in which ``meta`` tensors of a module are replaced by placeholders of typical magnitude, so that it runs.
 
     A floating-point parameter becomes a strided view that repeats a few numbers, so that the module takes almost no
@@ -35,7 +35,7 @@ def stand_ins(module: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         for table, name, tensor in swapped:
             if tensor not in made:
-                made[tensor] = _stand_in(tensor, device)
+                made[tensor] = _placeholder(tensor, device)
             table[name] = made[tensor]
         yield
     finally:
@@ -43,7 +43,7 @@ def stand_ins(module: nn.Module, device: torch.device) -> Iterator[None]:
             table[name] = tensor
 
 
-def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:
     if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
         filled = torch.ones if tensor.is_floating_point() else torch.zeros
         plain = filled(tensor.shape, dtype=tensor.dtype, device=device)

@@ -29,7 +29,7 @@ _METHODS_AND_VALUE = (*_METHODS, "compute")
 _MISSING = object()
 
 
-class NumberCalls:
+class ScalarMetricCalls:
     """Records metric calls whose arguments are scalars only, or all calls. Not collective.
 
     Args:
@@ -37,30 +37,30 @@ class NumberCalls:
     """
 
     def __init__(self, *, every: bool = False) -> None:
-        self._every = every
+        self._records_all = every
         self._calls: dict[str, list[dict[str, Any]]] | None = None
-        self._others: set[str] = set()
+        self._mixed_calls: set[str] = set()
         self._inside = False
         self._metrics: Mapping[str, Metric] = {}
         #: Twins of metrics whose ``forward`` is called with samples; names of those updated in the current step.
-        self._twins: dict[str, Metric | None] = {}
-        self._begun: set[str] = set()
-        #: Metrics that were called since :meth:`into` began.
+        self._copies: dict[str, Metric | None] = {}
+        self._updated_copies: set[str] = set()
+        #: Metrics that were called since :meth:`recording` began.
         self.called: set[str] = set()
 
     def value_of(self, name: str) -> Any:
         """Return a metric's value over all samples of this step that it was called with; None if it was not called."""
-        twin = self._twins.get(name) if name in self._begun else None
+        twin = self._copies.get(name) if name in self._updated_copies else None
         return None if twin is None else twin.compute()
 
     @contextmanager
     def watching(self, metrics: Mapping[str, Metric]) -> Iterator[None]:
-        """Context in which calls of these metrics can be recorded, see :meth:`into`.
+        """Context in which calls of these metrics can be recorded, see :meth:`recording`.
 
         Args:
             metrics: The metrics by name.
         """
-        self._metrics, self._begun = metrics, set()
+        self._metrics, self._updated_copies = metrics, set()
         saved = [
             (metric, name, metric.__dict__.get(name, _MISSING))
             for metric in metrics.values()
@@ -69,9 +69,9 @@ class NumberCalls:
         for name, metric in metrics.items():
             for method in _METHODS:
                 # On the instance, where torchmetrics puts its own wrapper of `update`.
-                metric.__dict__[method] = self._noted(name, method, getattr(metric, method))
-            if self._every:
-                metric.__dict__["compute"] = self._refused(name, metric.compute)
+                metric.__dict__[method] = self._wrap_method(name, method, getattr(metric, method))
+            if self._records_all:
+                metric.__dict__["compute"] = self._wrap_compute(name, metric.compute)
         try:
             yield
         finally:
@@ -82,21 +82,21 @@ class NumberCalls:
                     metric.__dict__[method] = before
 
     @contextmanager
-    def into(self, calls: dict[str, list[dict[str, Any]]]) -> Iterator[None]:
+    def recording(self, calls: dict[str, list[dict[str, Any]]]) -> Iterator[None]:
         """Context that records calls; on exit, those of metrics that also had other calls are dropped.
 
         Args:
             calls: Receives the calls, by metric.
         """
-        self._calls, self._others, self.called = calls, set(), set()
+        self._calls, self._mixed_calls, self.called = calls, set(), set()
         try:
             yield
         finally:
-            for name in self._others:
+            for name in self._mixed_calls:
                 calls.pop(name, None)
             self._calls = None
 
-    def _noted(self, name: str, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_method(self, name: str, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def noted(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
@@ -111,7 +111,7 @@ class NumberCalls:
 
         return noted
 
-    def _refused(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_compute(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def compute(*args: Any, **kwargs: Any) -> Any:
             if not self._inside:
@@ -126,9 +126,9 @@ class NumberCalls:
     def _note(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.called.add(name)
         leaves = flatten((args, kwargs))[0]
-        if self._calls is None or not (self._every or (leaves and all(map(_is_number, leaves)))):
-            self._others.add(name)
-            if method == "forward" and (twin := self._twin_of(name)) is not None:
+        if self._calls is None or not (self._records_all or (leaves and all(map(_is_number, leaves)))):
+            self._mixed_calls.add(name)
+            if method == "forward" and (twin := self._copy_of(name)) is not None:
                 twin.update(*args, **kwargs)
             return
         # A dict, since a list with one item per sample would be treated as samples.
@@ -136,18 +136,18 @@ class NumberCalls:
         named = {key: _detached(value) for key, value in kwargs.items()}
         self._calls.setdefault(name, []).append({"method": method, "args": positional, "kwargs": named})
 
-    def _twin_of(self, name: str) -> Metric | None:
+    def _copy_of(self, name: str) -> Metric | None:
         """Return a metric's twin, a copy updated with this step's samples only and not synchronized over ranks.
 
         It is kept between steps and reset in each. None if the metric cannot be copied.
         """
-        if name not in self._twins:
-            self._twins[name] = None
+        if name not in self._copies:
+            self._copies[name] = None
             with suppress(Exception):
-                self._twins[name] = _copied(self._metrics[name])
-        twin = self._twins[name]
-        if twin is not None and name not in self._begun:
-            self._begun.add(name)
+                self._copies[name] = _copied(self._metrics[name])
+        twin = self._copies[name]
+        if twin is not None and name not in self._updated_copies:
+            self._updated_copies.add(name)
             twin.reset()
         return twin
 
@@ -166,11 +166,11 @@ def _copied(metric: Metric) -> Metric:
         for each, attributes in kept:
             each.__dict__.update(attributes)
     for each in twin.modules():
-        each.__dict__["distributed_available_fn"] = _never
+        each.__dict__["distributed_available_fn"] = _return_false
     return twin
 
 
-def _never() -> bool:
+def _return_false() -> bool:
     return False
 
 

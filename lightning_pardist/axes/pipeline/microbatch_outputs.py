@@ -28,7 +28,7 @@ from lightning_pardist.axes.pipeline.merged_values import (
     merged_numbers,
     rule_of,
 )
-from lightning_pardist.axes.pipeline.metric_calls import NumberCalls
+from lightning_pardist.axes.pipeline.metric_calls import ScalarMetricCalls
 from lightning_pardist.axes.pipeline.printed_text import merged_texts, printed
 from lightning_pardist.axes.pipeline.reduction_rules import Collector, Place, Rules, Shares, relative_error
 from lightning_pardist.compat.metrics import (
@@ -149,7 +149,7 @@ class BatchOutputs:
     printed: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def lasts(self) -> bool:
+    def has_persistent_effects(self) -> bool:
         """Whether the step has set attributes or buffers, which the next step may read; appended items do not count."""
         return bool(self.assigned or self.buffers)
 
@@ -190,7 +190,7 @@ class StepOutputs:
         self._samples: dict[Path, dict[int, int]] = {}
         self._open: _State | None = None
         self._latest: dict[str, dict[str, Any]] = {}
-        self._numbers = NumberCalls(every=repeats_metrics)
+        self._numbers = ScalarMetricCalls(every=repeats_metrics)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -257,8 +257,8 @@ class StepOutputs:
         before = self._state()
         try:
             if part is not None:
-                self._cut_states(part)
-            with self._numbers.into(record.calls), self._own_buffers(record, changed_only=in_order):
+                self._narrow_states(part)
+            with self._numbers.recording(record.calls), self._own_buffers(record, changed_only=in_order):
                 result = step(microbatch)
             if weigh is not None:
                 weigh(result, record.logged)
@@ -291,7 +291,7 @@ class StepOutputs:
             self._latest = record.metrics
         return {"result": result, **record.as_containers()}
 
-    def _cut_states(self, part: Part) -> None:
+    def _narrow_states(self, part: Part) -> None:
         """Narrow attributes with one entry per sample to the samples of one micro-batch."""
         for path, dims in self._samples.items():
             leaves, spec = flatten(self._at(path))
@@ -311,7 +311,7 @@ class StepOutputs:
         pairs = ((name, whole["metrics"][name], change) for name, change in parts[-1]["metrics"].items())
         return [name for name, one, other in pairs if _states_differ(one["states"], other["states"])]
 
-    def learn(self, rules: Rules) -> None:
+    def adopt_rules(self, rules: Rules) -> None:
         """Take from a trial's rules which attributes have one entry per sample."""
         for place, rule in rules.of.items():
             if place[0] == "assigned" and rule.startswith("cat"):
@@ -644,7 +644,7 @@ def _same_items(first: Sequence[Any], second: Sequence[Any]) -> bool:
 
 def _compare(before: _Frozen | None, now: Any, path: Path, record: _Record) -> None:
     if before is None or before.value is not now:
-        if _travels(now):
+        if _is_sendable(now):
             record.assigned[path] = now.detach() if isinstance(now, Tensor) else now
     elif before.keys is not None and before.items is not None:
         old = dict(zip(before.keys, before.items, strict=True))
@@ -654,7 +654,7 @@ def _compare(before: _Frozen | None, now: Any, path: Path, record: _Record) -> N
         length = len(before.items)
         if _same_items(now[:length], before.items):
             record.appended[path] = now[length:]
-        elif _travels(now):
+        elif _is_sendable(now):
             record.assigned[path] = list(now)
 
 
@@ -671,11 +671,11 @@ def _is_same_leaf(leaf: Any, other: Any) -> bool:
     return alike and torch.equal(leaf.to(other.device), other)
 
 
-def _travels(value: Any) -> bool:
+def _is_sendable(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(_travels(item) for item in value)
+        return all(_is_sendable(item) for item in value)
     if isinstance(value, dict):
-        return all(_travels(item) for item in value.values())
+        return all(_is_sendable(item) for item in value.values())
     return isinstance(value, (Tensor, *_PLAIN)) and not isinstance(value, nn.Parameter)
 
 

@@ -42,14 +42,14 @@ class Microbatching:
         return BatchCut(self.settings.batch_dim, self.whole)
 
     @property
-    def most(self) -> int:
+    def max_count(self) -> int:
         """Maximum number of micro-batches."""
         if self.settings.schedule == "mp":
             return 1
         return self.settings.num_microbatches or _A_RANK * self.num_ranks
 
     @property
-    def is_free(self) -> bool:
+    def is_automatic(self) -> bool:
         """Whether the number of micro-batches is chosen automatically."""
         return self.settings.schedule != "mp" and self.settings.num_microbatches is None
 
@@ -68,14 +68,14 @@ class Microbatching:
         Raises:
             UnevenBatchError: If its tensors have different sizes along the batch dim.
         """
-        if self.most == 1 or self.settings.split_batch is not None:
-            return self.most
+        if self.max_count == 1 or self.settings.split_batch is not None:
+            return self.max_count
         size = self.cut.size_of(batch) or 1
-        count = min(self.most, size)
-        if self.is_free:
-            count = efficient_count(size, self.num_ranks, most=min(self.most, max(size // self.least, 1)))
+        count = min(self.max_count, size)
+        if self.is_automatic:
+            count = efficient_count(size, self.num_ranks, most=min(self.max_count, max(size // self.least, 1)))
         settings = self.settings
-        return taken_by(settings.schedule, self.num_ranks, count, settings.chunks_per_rank)
+        return supported_count(settings.schedule, self.num_ranks, count, settings.chunks_per_rank)
 
     def split(self, batch: Any, num_microbatches: int) -> list[MicroBatch]:
         """Split a batch.
@@ -96,7 +96,7 @@ class Microbatching:
     def alternatives(self, batch: Any) -> Iterator[Microbatching]:
         """Yield copies with increasing micro-batch sizes, or only self if the size may not be changed."""
         tried = set()
-        if not self.is_free or self.is_whole or self.settings.split_batch is not None:
+        if not self.is_automatic or self.is_whole or self.settings.split_batch is not None:
             yield self
             return
         for least in range(1, (self.cut.size_of(batch) or 1) + 1):
@@ -105,7 +105,7 @@ class Microbatching:
                 tried.add(count)
                 yield other
 
-    def guesses(self, batch: Any) -> list[Microbatching]:
+    def candidate_splits(self, batch: Any) -> list[Microbatching]:
         """Return candidate splits of a batch whose tensors differ in size, most common size first.
 
         Each candidate must be verified. Empty if the tensors do not differ.
@@ -125,9 +125,9 @@ class Microbatching:
         sizes = sorted({part.size for part in parts})
         each = " or ".join(map(str, sizes)) + (" sample" if sizes == [1] else " samples")
         text = f"{len(parts)} micro-batches of {each}" if len(parts) > 1 else "1 micro-batch, the whole batch"
-        return f"{text}{self._because(len(parts))}{self._tensors(batch)}"
+        return f"{text}{self._reason_text(len(parts))}{self._tensors(batch)}"
 
-    def _because(self, used: int) -> str:
+    def _reason_text(self, used: int) -> str:
         settings = self.settings
         if settings.schedule == "mp":
             return ""
@@ -136,11 +136,11 @@ class Microbatching:
             return f" (num_microbatches={settings.num_microbatches}, the batch makes no more)" if more else ""
         if settings.split_batch is not None:
             return " (by split_batch)"
-        reason = f" (default: what makes a step shortest, up to {self.most}"
+        reason = f" (default: what makes a step shortest, up to {self.max_count}"
         return f"{reason}; smaller ones {self.why})" if self.least > 1 else f"{reason})"
 
     def _tensors(self, batch: Any) -> str:
-        if self.settings.split_batch is not None or self.most == 1:
+        if self.settings.split_batch is not None or self.max_count == 1:
             return ""
         found = self.cut.describe(batch)
         cut: dict[int, list[str]] = {}
@@ -154,7 +154,7 @@ class Microbatching:
 
 
 @functools.cache
-def taken_by(schedule: str, num_ranks: int, count: int, chunks_per_rank: int) -> int:
+def supported_count(schedule: str, num_ranks: int, count: int, chunks_per_rank: int) -> int:
     """Return the number of micro-batches, at most ``count``, that a schedule supports."""
     return closest_schedule(schedule, num_ranks, count, chunks_per_rank=chunks_per_rank).num_microbatches
 

@@ -12,7 +12,7 @@ from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.spanning_functions import SpanningFunctions
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
 from lightning_pardist.engines.pipeline import CannotPipelineError, PipelinePlan, StepRecord, record_step
-from lightning_pardist.engines.pipeline.errors import asks_for_gradients, calls_in_transforms
+from lightning_pardist.engines.pipeline.errors import inner_gradient_error, transform_call_error
 from lightning_pardist.engines.pipeline.owner_plan import plan_owners
 from lightning_pardist.trainer import trial_run
 
@@ -56,7 +56,7 @@ def record_for_owners(
     records: list[StepRecord] = []
     for name, batch in steps:
         try:
-            with trial_run.without_trace(module, trainer), ParameterWriteGuard(module):
+            with trial_run.without_side_effects(module, trainer), ParameterWriteGuard(module):
 
                 def step(given: Any, name: str = name) -> Any:
                     return trial_run.run(module, name, given, trainer)
@@ -73,9 +73,9 @@ def record_for_owners(
             functions.refuse(record.unit_names)
             inner = sorted(each for each in record.differentiated if record.parameters[each].unit is not None)
             if inner:
-                raise asks_for_gradients(name, inner[0])
+                raise inner_gradient_error(name, inner[0])
             if record.transformed is not None:
-                raise calls_in_transforms(name, record.transformed)
+                raise transform_call_error(name, record.transformed)
     if not records[0].calls:
         raise CannotPipelineError("The step calls no module that holds parameters, so there is nothing to distribute.")
     return plan_owners(records, num_ranks, split=settings.split)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_pardist.axes.base import Samples
 from lightning_pardist.axes.pipeline.collective_calls import CollectiveCalls
-from lightning_pardist.axes.pipeline.merged_values import change_of
+from lightning_pardist.axes.pipeline.merged_values import increment_of
 from lightning_pardist.axes.pipeline.microbatch_outputs import StepOutputs
 from lightning_pardist.axes.pipeline.microbatching import Microbatching
 from lightning_pardist.axes.pipeline.owner_recording import needs_owners, record_for_owners, repeats_units
@@ -54,17 +54,17 @@ from lightning_pardist.engines.pipeline import (
     plan_stages,
     record_step,
 )
-from lightning_pardist.engines.pipeline.errors import ALTERNATIVES, asks_for_gradients
+from lightning_pardist.engines.pipeline.errors import ALTERNATIVES, inner_gradient_error
 from lightning_pardist.engines.pipeline.interception import intercepted, undisturbed
 from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, common_ratios, part_weight
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_mean
 from lightning_pardist.engines.pipeline.nested import map_leaves
-from lightning_pardist.engines.pipeline.steady_buffers import really_steady
+from lightning_pardist.engines.pipeline.steady_buffers import confirm_steady_buffers
 from lightning_pardist.trainer.layer_sync import batch_norms, syncs_batch_norms
 from lightning_pardist.trainer.sample_batches import NoSampleError
 from lightning_pardist.trainer.sample_mixing import SampleMixing
 from lightning_pardist.trainer.sample_orders import SampleOrders
-from lightning_pardist.trainer.trial_run import HOOKS, optimizers_to_come
+from lightning_pardist.trainer.trial_run import HOOKS, placeholder_optimizers
 
 STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -130,7 +130,7 @@ class Recorded:
     draws: bool = False
 
     @property
-    def placing(self) -> PipelinePlan:
+    def placement_plan(self) -> PipelinePlan:
         """Plan that determines which rank holds which parameters."""
         return self.owners or next(iter(self.plans.values()))
 
@@ -156,7 +156,7 @@ class StepRecorder:
         loss_weight: How losses are weighted.
         found: Cache of findings, see :attr:`~lightning_pardist.axes.base.RunContext.found_once`; None outside of plans.
         check_samples: Whether to detect layers that mix samples.
-        in_one_piece: Names of modules that must not be split between stages.
+        unsplittable_modules: Names of modules that must not be split between stages.
     """
 
     def __init__(
@@ -169,12 +169,12 @@ class StepRecorder:
         found: dict[Any, Any] | None = None,
         *,
         check_samples: bool = True,
-        in_one_piece: Sequence[str] = (),
+        unsplittable_modules: Sequence[str] = (),
     ) -> None:
-        self.check_samples, self.in_one_piece = check_samples, in_one_piece
+        self.check_samples, self.unsplittable_modules = check_samples, unsplittable_modules
         self._found: dict[Any, Any] = {} if found is None else found
         # Plans run without real values, so that comparing results of micro-batches and batch is meaningless.
-        self._rehearsed = found is not None
+        self._is_plan = found is not None
         self.trainer = trainer
         self.loss_weight: LossWeight = loss_weight
         self._loss = LossMakeup()
@@ -218,7 +218,7 @@ class StepRecorder:
             CannotPipelineError: If batches cannot be split, or the step writes to parameters.
         """
         sample = next(self._samples())
-        for way in self.microbatching.guesses(sample.batch) or [self.microbatching]:
+        for way in self.microbatching.candidate_splits(sample.batch) or [self.microbatching]:
             self.microbatching = way
             try:
                 smallest = self._parts(sample)[-1]
@@ -236,7 +236,7 @@ class StepRecorder:
                 )
             if loss is not None and loss.numel() == 1:
                 self._loss = LossMakeup.of(loss, tried.microbatch, tried.size, self.loss_weight)
-            if not way.whole or self._adds_up(tried):
+            if not way.whole or self._is_additive(tried):
                 return self._rules_of(tried), self._loss, way
         raise CannotPipelineError(f"{STEPS[sample.stage]} cannot run on parts of a batch: set batch_dim.")
 
@@ -275,7 +275,7 @@ class StepRecorder:
         staged = [sample for sample in samples if sample.key in plans]
         cut = self.microbatching.describe(first.batch) if first.stage == RunningStage.TRAINING else ""
         rules = self._find_all_rules(staged)
-        if (why := self._why_whole(first, rules)) is not None:
+        if (why := self._unsplit_reason(first, rules)) is not None:
             self.microbatching = self.microbatching.keep_whole(why)
             self._effects, self._unstaged = StepOutputs(self.module), {}
             return self._record_stages(asked)
@@ -309,29 +309,29 @@ class StepRecorder:
         """
         for name in sorted(made.trace.differentiated):
             if set(made.parameter_stages[name]) != {made.num_stages - 1}:
-                raise asks_for_gradients("training_step", name)
+                raise inner_gradient_error("training_step", name)
 
-    def _why_whole(self, sample: _Sample, rules: Mapping[StepKey, Rules]) -> str | None:
+    def _unsplit_reason(self, sample: _Sample, rules: Mapping[StepKey, Rules]) -> str | None:
         """Return why a batch must not be split; None if it may be, or if the user has set the number of parts."""
         found = rules.get(sample.key)
-        if found is None or not self.microbatching.is_free or self.settings.split_batch is not None:
+        if found is None or not self.microbatching.is_automatic or self.settings.split_batch is not None:
             return None
         if sample.stage == RunningStage.TRAINING and self._syncs_batch_norms and len(self._parts(sample)) > 1:
             return "sync_batchnorm=True normalizes all samples of a batch together"
         if self._loss.is_partly_fixed and len(self._parts(sample)) > 1:
             return "a part of the loss depends on no sample"
-        coupled = self._why_coupled(sample, found)
+        coupled = self._coupling_reason(sample, found)
         self._coupled = self._coupled or coupled
         return coupled or None
 
-    def _why_coupled(self, sample: _Sample, found: Rules) -> str:
+    def _coupling_reason(self, sample: _Sample, found: Rules) -> str:
         """Return how the samples of a batch depend on each other; empty if they do not."""
         if found.mixing is not None:
             return f"{found.mixing} mixes the samples of a batch"
         if found.orders is not None:
             return f"the step mixes the samples of a batch ({found.orders})"
-        coupled = self._coupled_in_whole(sample) if self._rehearsed else self._loss.coupled
-        if self.loss_weight != "auto" or (not coupled if self._rehearsed else found.is_explained):
+        coupled = self._batch_coupling(sample) if self._is_plan else self._loss.coupled
+        if self.loss_weight != "auto" or (not coupled if self._is_plan else found.is_explained):
             return ""
         return f"the loss compares the samples of a batch{f' ({coupled})' if coupled else ''}"
 
@@ -340,7 +340,7 @@ class StepRecorder:
         asked = syncs_batch_norms(layer_sync(self.trainer.strategy))  # type: ignore[arg-type]
         return asked and bool(batch_norms(self.module))
 
-    def _coupled_in_whole(self, sample: _Sample) -> str:
+    def _batch_coupling(self, sample: _Sample) -> str:
         """Return what makes the whole batch's loss more than a sum over samples, from its autograd graph.
 
         This needs no real values. Empty if nothing is found.
@@ -360,7 +360,7 @@ class StepRecorder:
             return frozenset()
         with self._running(sample) as run, suppress(Exception):
             batches = (fresh_copy(sample.batch), fresh_copy(sample.microbatch))
-            return really_steady(self.module, recorded.steady_buffers, run, *batches)
+            return confirm_steady_buffers(self.module, recorded.steady_buffers, run, *batches)
         return frozenset()
 
     def _record_training(self, sample: _Sample) -> tuple[StepRecord, _Sample]:
@@ -371,7 +371,7 @@ class StepRecorder:
                 batch's loss, or if the step fails.
         """
         asked = self.microbatching
-        guesses = asked.guesses(sample.batch)
+        guesses = asked.candidate_splits(sample.batch)
         if not guesses:
             return self._record_smallest(sample, asked)
         for guess in guesses:
@@ -379,7 +379,7 @@ class StepRecorder:
                 recorded, tried = self._record_smallest(sample, guess)
             except (MicrobatchError, UnevenBatchError):
                 continue
-            if self._adds_up(tried):
+            if self._is_additive(tried):
                 return recorded, tried
         try:
             asked.cut.size_of(sample.batch)
@@ -407,9 +407,9 @@ class StepRecorder:
             return recorded, tried
         raise failure or RuntimeError("There is no way to cut a batch.")
 
-    def _adds_up(self, sample: _Sample) -> bool:
+    def _is_additive(self, sample: _Sample) -> bool:
         """Return whether the mean or sum of the micro-batches' losses is the batch's loss, up to rounding."""
-        tried, parts = self._tried(sample), self._parts(sample)
+        tried, parts = self._trial_results(sample), self._parts(sample)
         if tried is None or len(parts) < 2:
             return False
         whole, run, _ = tried
@@ -452,7 +452,7 @@ class StepRecorder:
             if trainer.limit_val_batches and is_overridden("validation_step", self.module) and _validates(trainer):
                 stages.append(RunningStage.VALIDATING)
         for stage in stages:
-            with self._as_in(stage):
+            with self._trainer_state_of(stage):
                 batches = self._batches(stage)
             for index, batch in enumerate(batches):
                 if batch is not None:
@@ -475,12 +475,12 @@ class StepRecorder:
         except CannotPipelineError:
             raise
         except Exception as error:
-            recorded = self._traced_behind_hooks(sample, error)
+            recorded = self._trace_after_hooks(sample, error)
         if training and recorded.loss is None:
             raise CannotPipelineError(f"{type(self.module).__name__}.training_step returned no loss.", ())
         return recorded
 
-    def _traced_behind_hooks(self, sample: _Sample, error: Exception) -> StepRecord:
+    def _trace_after_hooks(self, sample: _Sample, error: Exception) -> StepRecord:
         """Retry a failed step after its hooks, which may prepare it (``on_train_epoch_start`` sets ``self.outputs``).
 
         Raises:
@@ -492,7 +492,7 @@ class StepRecorder:
         except CannotPipelineError:
             raise
         except Exception:
-            if sample.microbatch is sample.batch or not self._runs_on_whole(sample):
+            if sample.microbatch is sample.batch or not self._runs_on_full_batch(sample):
                 raise error from None
             failed = MicrobatchError(
                 f"{STEPS[sample.stage]} runs on a batch and fails on a micro-batch"
@@ -505,7 +505,7 @@ class StepRecorder:
             self._after_hooks.discard(sample.stage)
             raise failed from error
 
-    def _runs_on_whole(self, sample: _Sample) -> bool:
+    def _runs_on_full_batch(self, sample: _Sample) -> bool:
         # With gradients in training, since steps may compute some themselves (forces, penalties).
         training = sample.stage == RunningStage.TRAINING
         with (
@@ -539,9 +539,9 @@ class StepRecorder:
             return loss
 
         with self._running(sample) as run, ParameterWriteGuard(self.module) as kept, calls, functions:
-            whole = self.in_one_piece
+            whole = self.unsplittable_modules
             recorded = record_step(
-                self.module, step, sample.microbatch, grad=training, loss_of=note_loss, in_one_piece=whole
+                self.module, step, sample.microbatch, grad=training, loss_of=note_loss, unsplittable_modules=whole
             )
             if kept.written:
                 self._refuse_changes(sample, run, kept.written)
@@ -588,7 +588,7 @@ class StepRecorder:
             found.append(name)
             return forward(*args, **kwargs)
 
-        if self._rehearsed:
+        if self._is_plan:
             return []
         units = {name: self.module.get_submodule(name) for name in recorded.unit_names}
         try:
@@ -699,7 +699,7 @@ class StepRecorder:
             return Rules()
         values, sizes = [part.value for part in parts], [part.size for part in parts]
         rng = random_state(device_in_use())
-        tried = self._tried(sample)
+        tried = self._trial_results(sample)
         if tried is None:
             return Rules(untried=self._failure)
         whole, run, is_exact = tried
@@ -725,7 +725,7 @@ class StepRecorder:
         own, shown = "sum" if None in weights else "mean", found.get(place)
         if is_random:
             # Random values cannot confirm the loss weighting; rely on the autograd graph.
-            return Rules({**found, place: own}, None, not self._coupled_in_whole(sample), **told)
+            return Rules({**found, place: own}, None, not self._batch_coupling(sample), **told)
         if relative_error(numbers[place], combined(own, columns[place], shares)) <= loose:
             return Rules({**found, place: own}, **told)
         if shown not in ("mean", "samples", "sum"):
@@ -758,17 +758,19 @@ class StepRecorder:
         self, found: dict[Place, str], numbers: dict[Place, Any], sample: _Sample, run: _Evaluate
     ) -> dict[Place, str]:
         """Decide whether a value that was 0 before the step is a sum over the batch, or is incremented in each step."""
-        for place in [place for place, rule in found.items() if rule == "sum" and found.get(change_of(place)) == "sum"]:
+        for place in [
+            place for place, rule in found.items() if rule == "sum" and found.get(increment_of(place)) == "sum"
+        ]:
             before = self._effects.value_at(place)
             try:
                 (record,) = run([sample.batch], {place: before + 1})
                 after = self._numbers_of(record, 1).get(place, math.nan)
             except Exception:
                 after = math.nan
-            del found[change_of(place) if relative_error(after, numbers[place]) == 0.0 else place]
+            del found[increment_of(place) if relative_error(after, numbers[place]) == 0.0 else place]
         return found
 
-    def _tried(self, sample: _Sample) -> tuple[dict[str, Any], _Evaluate, bool] | None:
+    def _trial_results(self, sample: _Sample) -> tuple[dict[str, Any], _Evaluate, bool] | None:
         """Return the record of the step on the whole batch, a function to run others, and whether values are exact.
 
         None if the step fails on the batch in evaluation mode, which is no reason to refuse it.
@@ -833,14 +835,19 @@ class StepRecorder:
         before = current_hook(self.module)
         set_current_hook(self.module, name)
         try:
-            optimizers = optimizers_to_come(self.module, self.trainer)
-            with optimizers, self._as_in(sample.stage), self._effects.watching(), self._hooks_run(sample):
+            optimizers = placeholder_optimizers(self.module, self.trainer)
+            with (
+                optimizers,
+                self._trainer_state_of(sample.stage),
+                self._effects.watching(),
+                self._with_step_hooks(sample),
+            ):
                 yield lambda microbatch: run(step, microbatch)
         finally:
             set_current_hook(self.module, before)
 
     @contextmanager
-    def _hooks_run(self, sample: _Sample) -> Iterator[None]:
+    def _with_step_hooks(self, sample: _Sample) -> Iterator[None]:
         """Run the module's hooks that precede the step, if the step needs them; undo their effects on exit.
 
         Raises:
@@ -869,7 +876,7 @@ class StepRecorder:
             yield
 
     @contextmanager
-    def _as_in(self, stage: RunningStage | None) -> Iterator[None]:
+    def _trainer_state_of(self, stage: RunningStage | None) -> Iterator[None]:
         """Set the Trainer's state and the module's mode to those of a running stage, and restore them on exit."""
         state = self.trainer.state
         before, modes = state.stage, [(each, each.training) for each in self.module.modules()]
@@ -907,7 +914,7 @@ def _unexplained(
 ) -> tuple[str, ...]:
     """Return names of logged values, attributes and buffers without a rule."""
     kept = [place for place in columns if place in numbers and place[0] in (*_KEPT, "logged")]
-    kept = [place for place in kept if place not in found and change_of(place) not in found]
+    kept = [place for place in kept if place not in found and increment_of(place) not in found]
     return tuple(dict.fromkeys(_named(place) for place in kept))
 
 

@@ -69,7 +69,7 @@ def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> No
     refuse_averages_in_shards(trainer, context)
 
 
-def find_joint(optimizers: Sequence[Optimizer], setting: ScopeSetting) -> list[tuple[Optimizer, FoundScope]]:
+def find_joint_updates(optimizers: Sequence[Optimizer], setting: ScopeSetting) -> list[tuple[Optimizer, FoundScope]]:
     """Return the optimizers whose update of an element depends on all tensors, hence on all stages. Not collective.
 
     Args:

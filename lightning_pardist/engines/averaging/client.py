@@ -84,7 +84,7 @@ class OuterClient:
         try:
             send(self._connection, Message(Kind.LEAVE))
         except OSError as error:
-            raise self._gone(error) from error
+            raise self._connection_error(error) from error
         self.close()
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class OuterClient:
             while (answer := receive(self._connection, at_most=part.numel * part.dtype.itemsize)).kind == Kind.WAIT:
                 pass
         except OSError as error:
-            raise self._gone(error) from error
+            raise self._connection_error(error) from error
         if answer.kind == Kind.REFUSED:
             raise ValueError(f"The outer server at {self._where} refused this island: {text(answer)}.")
         return answer
@@ -121,7 +121,7 @@ class OuterClient:
         values = numbers(answer, self._part.dtype, self._part.numel)
         return Meeting(values, answer.generation, answer.islands)
 
-    def _gone(self, error: OSError) -> ConnectionError:
+    def _connection_error(self, error: OSError) -> ConnectionError:
         return ConnectionError(
             f"The connection to the outer server at {self._where} was lost ({error}): the server has ended, or another"
             f" job has connected as island {self._part.island}. Restart the server, and the islands from their"

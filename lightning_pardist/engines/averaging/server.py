@@ -45,14 +45,14 @@ class _Island:
         token: Identifier of the island's start.
         connections: Connection of each rank.
         ready: Ranks that have received the parameters, or are about to.
-        brought: Differences of the current round, by rank.
+        differences: Differences of the current round, by rank.
         counted: Whether the island's differences were part of the last outer step.
     """
 
     token: bytes
     connections: dict[int, socket.socket] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)
-    brought: dict[int, Tensor] = field(default_factory=dict)
+    differences: dict[int, Tensor] = field(default_factory=dict)
     counted: bool = False
 
 
@@ -124,10 +124,10 @@ class OuterServer:
         self._settings: OuterSettings | None = None
         self._islands: dict[int, _Island] = {}
         self._parts: dict[int, _Part] = {}
-        self._founder: _Island | None = None
+        self._initializing_island: _Island | None = None
         self._last_count = 0
         #: Islands that have failed and not reconnected.
-        self._missed: set[int] = set()
+        self._failed_islands: set[int] = set()
         self._closed = False
         self._ends_at: float | None = None
 
@@ -143,7 +143,7 @@ class OuterServer:
                 _log.warning("a connection could not be accepted: %s", error)
                 time.sleep(0.1)
                 continue
-            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._serve_connection, args=(connection,), daemon=True).start()
 
     def close(self) -> None:
         """Stop the server and shut down the connections of all islands."""
@@ -154,11 +154,11 @@ class OuterServer:
         self._listener.close()
         with self._changed:
             for island in list(self._islands.values()):
-                _hang_up(island)
+                _shut_down_connections(island)
 
     # --- connection of one rank, in its own thread ----------------------------------------------------------------
 
-    def _converse(self, connection: socket.socket) -> None:
+    def _serve_connection(self, connection: socket.socket) -> None:
         part: IslandPart | None = None
         island: _Island | None = None
         try:
@@ -166,7 +166,7 @@ class OuterServer:
             connection.settimeout(_PATIENCE_S)
             part = IslandPart.unpacked(receive(connection, at_most=HELLO_BYTES).payload)
             island = self._join(part, connection)
-            self._give_weights(part, island, connection)
+            self._send_weights(part, island, connection)
             while self._answer(part, island, connection):
                 pass
         except ValueError as error:
@@ -177,7 +177,7 @@ class OuterServer:
                 _log.info("island %d, rank %d: %s", part.island, part.rank, error)
         finally:
             if part is not None and island is not None:
-                self._lose(part, island)
+                self._remove_island(part, island)
             connection.close()
 
     def _join(self, part: IslandPart, connection: socket.socket) -> _Island:
@@ -199,18 +199,18 @@ class OuterServer:
             if island is None:
                 island = self._islands[part.island] = _Island(part.token)
             island.connections[part.rank] = connection
-            self._missed.discard(part.island)
+            self._failed_islands.discard(part.island)
             return island
 
-    def _give_weights(self, part: IslandPart, island: _Island, connection: socket.socket) -> None:
+    def _send_weights(self, part: IslandPart, island: _Island, connection: socket.socket) -> None:
         """Send a rank the current parameters; from the first island's ranks, receive them first."""
-        while self._brings(part, island, connection):
+        while self._must_initialize(part, island, connection):
             send(connection, Message(Kind.BEGIN))
             momentum = part.stepped if part.settings.momentum else 0
             begun = receive(connection, at_most=(part.numel + momentum) * part.dtype.itemsize)
             values, state = numbers(begun, part.dtype, part.numel + momentum).split([part.numel, momentum])
             with self._changed:
-                if self._founder is island:
+                if self._initializing_island is island:
                     self._parts[part.rank] = _Part(part, values.clone(), state.clone())
                     self._changed.notify_all()
         with self._changed:
@@ -219,32 +219,32 @@ class OuterServer:
                 begun_at
                 and self.generation == begun_at
                 and not island.ready
-                and self._is_there(part, island)
+                and self._is_connected(part, island)
                 and any(other.ready for other in self._islands.values() if other is not island)
             ):
                 self._wait(connection)
                 self._end_round_if_due()
-            self._require_there(part, island)
+            self._require_connected(part, island)
             island.ready.add(part.rank)
             values_now = self._values(part)
         send(connection, values_now)
 
-    def _brings(self, part: IslandPart, island: _Island, connection: socket.socket) -> bool:
+    def _must_initialize(self, part: IslandPart, island: _Island, connection: socket.socket) -> bool:
         """Wait until the parameters are initialised; return True earlier if this rank has to initialise its part.
 
         Raises:
             ValueError: If the server's parameters belong to another module.
         """
         with self._changed:
-            while self._is_there(part, island) and len(self._parts) < part.settings.ranks:
-                if self._founder is None:
+            while self._is_connected(part, island) and len(self._parts) < part.settings.ranks:
+                if self._initializing_island is None:
                     # Drop the parts of an island that failed before it had initialised all of them.
                     self._parts.clear()
-                    self._founder = island
-                if self._founder is island and part.rank not in self._parts:
+                    self._initializing_island = island
+                if self._initializing_island is island and part.rank not in self._parts:
                     return True
                 self._wait(connection)
-            self._require_there(part, island)
+            self._require_connected(part, island)
             there = self._parts[part.rank].like
             if (there.layout, there.numel, there.dtype) != (part.layout, part.numel, part.dtype):
                 raise ValueError("this island's parameters differ from the server's: names, shapes or dtypes")
@@ -284,42 +284,44 @@ class OuterServer:
         with self._changed:
             if generation != self.generation:
                 return replace(self._values(part), islands=0)
-            island.brought[part.rank] = differences
+            island.differences[part.rank] = differences
             if self._ends_at is None and self._is_complete(island):
                 self._ends_at = time.monotonic() + self.timeout_s
             self._end_round_if_due()
-            while self.generation == generation and self._is_there(part, island):
+            while self.generation == generation and self._is_connected(part, island):
                 self._wait(connection)
                 self._end_round_if_due()
-            self._require_there(part, island)
+            self._require_connected(part, island)
             found = self._values(part)
             return found if island.counted else replace(found, islands=0)
 
     def _leave(self, part: IslandPart, island: _Island) -> None:
         with self._changed:
-            if not self._is_there(part, island):
+            if not self._is_connected(part, island):
                 return
             island.connections.pop(part.rank, None)
             if island.connections:
                 return
             del self._islands[part.island]
-            if not self._islands and self._missed:
-                _log.info("weights are kept for islands that died: %s", ", ".join(map(str, sorted(self._missed))))
+            if not self._islands and self._failed_islands:
+                _log.info(
+                    "weights are kept for islands that died: %s", ", ".join(map(str, sorted(self._failed_islands)))
+                )
             elif not self._islands:
                 _log.info("the last island has finished after %d outer steps", self.generation)
                 self._parts, self._settings, self.generation = {}, None, 0
-                self._founder = None
+                self._initializing_island = None
             self._end_round_if_due()
             self._changed.notify_all()
 
-    def _lose(self, part: IslandPart, island: _Island) -> None:
+    def _remove_island(self, part: IslandPart, island: _Island) -> None:
         """Handle a lost connection: remove the whole island, whose differences are incomplete without this rank."""
         with self._changed:
-            if part.rank not in island.connections or not self._is_there(part, island):
+            if part.rank not in island.connections or not self._is_connected(part, island):
                 return
             _log.info("island %d has gone", part.island)
             self._forget(part.island, island)
-            self._missed.add(part.island)
+            self._failed_islands.add(part.island)
             self._end_round_if_due()
             self._changed.notify_all()
 
@@ -335,24 +337,24 @@ class OuterServer:
         send(connection, Message(Kind.WAIT))
         self._changed.wait(1.0 if self._ends_at is None else min(1.0, max(0.0, self._ends_at - time.monotonic())))
 
-    def _is_there(self, part: IslandPart, island: _Island) -> bool:
+    def _is_connected(self, part: IslandPart, island: _Island) -> bool:
         return self._islands.get(part.island) is island
 
-    def _require_there(self, part: IslandPart, island: _Island) -> None:
-        if not self._is_there(part, island):
+    def _require_connected(self, part: IslandPart, island: _Island) -> None:
+        if not self._is_connected(part, island):
             raise ConnectionResetError("the island has been disconnected")
 
     def _forget(self, number: int, island: _Island) -> None:
         del self._islands[number]
-        if self._founder is island and len(self._parts) < (self._settings.ranks if self._settings else 0):
-            self._founder = None
-        _hang_up(island)
+        if self._initializing_island is island and len(self._parts) < (self._settings.ranks if self._settings else 0):
+            self._initializing_island = None
+        _shut_down_connections(island)
 
     def _values(self, part: IslandPart) -> Message:
         return Message(Kind.VALUES, self.generation, self._last_count, self._parts[part.rank].values)
 
     def _is_complete(self, island: _Island) -> bool:
-        return self._settings is not None and len(island.brought) == self._settings.ranks
+        return self._settings is not None and len(island.differences) == self._settings.ranks
 
     def _end_round_if_due(self) -> None:
         """Make the outer step if all connected islands have sent their differences, or the round has timed out."""
@@ -372,7 +374,7 @@ class OuterServer:
         try:
             for rank, held in self._parts.items():
                 # In order of island, so that the sum does not depend on the order of arrival.
-                held.step([complete[number].brought[rank] for number in sorted(complete)])
+                held.step([complete[number].differences[rank] for number in sorted(complete)])
         except Exception:
             # Only some parts may have stepped: the state is inconsistent and must not be used.
             _log.exception("an outer step failed: the server ends")
@@ -382,7 +384,7 @@ class OuterServer:
         self._last_count, self._ends_at = len(complete), None
         for number, island in self._islands.items():
             island.counted = number in complete
-            island.brought.clear()
+            island.differences.clear()
         self._changed.notify_all()
 
 
@@ -398,7 +400,7 @@ def _require_open(connection: socket.socket) -> None:
         raise ConnectionResetError("the other side has closed the connection")
 
 
-def _hang_up(island: _Island) -> None:
+def _shut_down_connections(island: _Island) -> None:
     for connection in island.connections.values():
         # Unblocks threads that read from the connection.
         with contextlib.suppress(OSError):

@@ -149,10 +149,10 @@ def _checkpointed(cls: type) -> type:
 
 
 def _contexts(block: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return contextlib.nullcontext(), _Again(block, eager=is_eager(), values=_values_in_place(block))
+    return contextlib.nullcontext(), _RecomputeContext(block, eager=is_eager(), values=_values_as_parameters(block))
 
 
-class _Again(contextlib.ExitStack):
+class _RecomputeContext(contextlib.ExitStack):
     """Context of a recomputed forward; entered twice by a backward that is split into two halves.
 
     The recomputation is eager if the first forward was: compiled and eager code save different tensors for backward.
@@ -164,12 +164,12 @@ class _Again(contextlib.ExitStack):
 
     def __enter__(self) -> Self:
         self.enter_context(eagerly(self._eager))
-        self.enter_context(_statistics_stay(self._block))
+        self.enter_context(_preserve_statistics(self._block))
         self.enter_context(_in_place(self._values))
         return self
 
 
-def _values_in_place(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+def _values_as_parameters(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     """Return the non-parameter values registered as parameters during an enclosing module's forward.
 
     They are no longer registered when backward recomputes the block.
@@ -197,7 +197,7 @@ def _in_place(values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _statistics_stay(block: nn.Module) -> Iterator[None]:
+def _preserve_statistics(block: nn.Module) -> Iterator[None]:
     """Keep running statistics unchanged inside: the recomputed batch has been counted by the first forward."""
     counting: list[Any] = [c for c in block.modules() if c.training and getattr(c, "track_running_stats", False)]
     before = [(child, child.momentum, _clone(child.num_batches_tracked)) for child in counting]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pardist.compat.modules import non_persistent_buffers
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def agree_on_buffers(
 
 def _describe(module: nn.Module, name: str, buffer: Tensor) -> _Described:
     owner, _, last = name.rpartition(".")
-    local = own_part(buffer)
+    local = local_shard(buffer)
     is_persistent = last not in non_persistent_buffers(module.get_submodule(owner))
     return _Described(tuple(local.shape), local.dtype, is_persistent)
 

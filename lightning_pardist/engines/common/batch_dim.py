@@ -144,10 +144,10 @@ class BatchDims:
             if dim < 0 or kind == "Diagonal" or sizes is None or before is None:
                 return dim if dim < 0 else self._by_shape(node)
             return dim + len(sizes) - len(before)
-        unknown = kind in LOOK_UPS or not sides or not self._knows_sides(node, kind, sides)
+        unknown = kind in LOOK_UPS or not sides or not self._has_known_operands(node, kind, sides)
         return self._by_shape(node) if unknown or any(self.of(child) != CONSTANT for child in inputs) else CONSTANT
 
-    def _knows_sides(self, node: Node, kind: str, sides: Sequence[Node | None]) -> bool:
+    def _has_known_operands(self, node: Node, kind: str, sides: Sequence[Node | None]) -> bool:
         """Return whether all operands of an operation that need no gradient are held by the module."""
         missing = [place for place, side in enumerate(sides) if side is None]
         if not missing:
@@ -183,7 +183,7 @@ class BatchDims:
     def _dim_of_matrix_product(self, node: Node, kind: str, sides: Sequence[Node | None]) -> int:
         # An operand that needs no gradient is data or a constant; the other operand decides which.
         left, right = (CONSTANT if side is None else self.of(side) for side in sides)
-        both_known = self._knows_sides(node, kind, sides)
+        both_known = self._has_known_operands(node, kind, sides)
         if left == right == CONSTANT:
             return CONSTANT if both_known else self._by_shape(node)
         if kind == "Dot":
@@ -212,11 +212,15 @@ class BatchDims:
         if best >= 0:
             return best + len(sizes) - len(shape_of(best_child) or sizes)
         # A product with samples that need no gradient depends on the batch.
-        if other_operands and sizes and (sizes != shape_of(best_child) or self._may_meet_data(node, best_child)):
+        if (
+            other_operands
+            and sizes
+            and (sizes != shape_of(best_child) or self._may_combine_with_batch(node, best_child))
+        ):
             return self._by_shape(node)
         return best
 
-    def _may_meet_data(self, node: Node, child: Node) -> bool:
+    def _may_combine_with_batch(self, node: Node, child: Node) -> bool:
         """Return whether a result of held tensors may be combined with data here, such as targets at fixed points."""
         number = any(is_python_number(kept(node, name)) for name in ("other", "self", "exponent"))
         return child in self._of_held and not number

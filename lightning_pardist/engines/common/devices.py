@@ -150,7 +150,7 @@ def is_same_state(one: RandomState, other: RandomState) -> bool:
 
 
 @contextmanager
-def random_stays(device: torch.device) -> Iterator[None]:
+def preserve_random_state(device: torch.device) -> Iterator[None]:
     """Restore all random states on exit, so that draws inside are repeated afterwards."""
     before = random_state(device)
     try:

@@ -60,7 +60,7 @@ def is_elementwise(optimizer: Optimizer, *, form: Form) -> bool:
     ):
         values, grads = _example([(_shapes(dims)[size], marks) for dims, marks in kinds_of(group)])
         try:
-            whole = stepped_twin(optimizer, options, values, grads)
+            whole = stepped_copy(optimizer, options, values, grads)
             wholes = values_of(whole)
             if not all(_same_on_parts(optimizer, options, values, grads, whole, cut) for cut in cuts):
                 return False
@@ -83,13 +83,13 @@ def _same_on_parts(
     for index in range(2):
 
         def parts(tensors: Sequence[Tensor], index: int = index) -> list[Tensor]:
-            return [marked(cut(t)[index], t.__dict__) for t in tensors if len(cut(t)) > index]
+            return [with_user_attributes(cut(t)[index], t.__dict__) for t in tensors if len(cut(t)) > index]
 
-        part = stepped_twin(optimizer, options, parts(values), [parts(step_grads) for step_grads in grads])
+        part = stepped_copy(optimizer, options, parts(values), [parts(step_grads) for step_grads in grads])
         if not all(torch.allclose(a, b, 1e-5, 1e-7) for a, b in zip(values_of(part), parts(wholes), strict=True)):
             return False
         if not same_numbers(part, whole):
-            other = stepped_twin(optimizer, options, others_of(values), [others_of(each) for each in grads])
+            other = stepped_copy(optimizer, options, other_values(values), [other_values(each) for each in grads])
             if not same_numbers(part, whole, but=numbers_of_shapes(whole, other)):
                 return False
     return True
@@ -122,18 +122,18 @@ def kinds_of(group: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     """
     found: dict[Any, tuple[int, dict[str, Any]]] = {}
     for param in group["params"]:
-        marks = marks_of(param)
+        marks = user_attributes(param)
         key = param.dim(), tuple(sorted((name, _kind(value)) for name, value in marks.items()))
         found.setdefault(key, (param.dim(), marks))
     return [found[key] for key in sorted(found)] or [(2, {})]
 
 
-def marks_of(param: Tensor) -> dict[str, Any]:
+def user_attributes(param: Tensor) -> dict[str, Any]:
     """Return the attributes that users set on a parameter, which an optimizer may read."""
     return {name: value for name, value in param.__dict__.items() if not name.startswith("_pardist")}
 
 
-def marked(tensor: _T, marks: Mapping[str, Any]) -> _T:
+def with_user_attributes(tensor: _T, marks: Mapping[str, Any]) -> _T:
     """Set attributes on a tensor and return it."""
     tensor.__dict__.update(marks)
     return tensor
@@ -151,11 +151,11 @@ def stepped(
     *,
     step: Callable[[Optimizer], None] | None = None,
 ) -> list[Tensor]:
-    """Return the parameters after some steps of a copy of an optimizer, see :func:`stepped_twin`."""
-    return values_of(stepped_twin(optimizer, options, values, grads, step=step))
+    """Return the parameters after some steps of a copy of an optimizer, see :func:`stepped_copy`."""
+    return values_of(stepped_copy(optimizer, options, values, grads, step=step))
 
 
-def stepped_twin(
+def stepped_copy(
     optimizer: Optimizer,
     options: dict[str, Any],
     values: Sequence[Tensor],
@@ -175,7 +175,7 @@ def stepped_twin(
     Returns:
         The copy after all steps.
     """
-    clone = twin(optimizer, options, values)
+    clone = optimizer_copy(optimizer, options, values)
     params: list[nn.Parameter] = clone.param_groups[0]["params"]
     for step_grads in grads:
         for param, grad in zip(params, step_grads, strict=True):
@@ -222,10 +222,10 @@ def numbers_of_shapes(one: Optimizer, other: Optimizer) -> set[Any]:
     return {key for key, value in found.items() if key in wanted and torch.equal(value, wanted[key])}
 
 
-def others_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+def other_values(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return other values (or gradients) for a trial, of the same shapes and attributes."""
     # Not a multiple or a sign change, so that any estimate changes.
-    return [marked(each * each + 0.25, each.__dict__) for each in tensors]
+    return [with_user_attributes(each * each + 0.25, each.__dict__) for each in tensors]
 
 
 def _numbers(optimizer: Optimizer, groups: Sequence[int] | None, but: Collection[Any] = ()) -> dict[Any, Tensor]:
@@ -241,12 +241,12 @@ def _numbers(optimizer: Optimizer, groups: Sequence[int] | None, but: Collection
     }
 
 
-def twin(optimizer: Optimizer, options: dict[str, Any], values: Sequence[Tensor]) -> Optimizer:
+def optimizer_copy(optimizer: Optimizer, options: dict[str, Any], values: Sequence[Tensor]) -> Optimizer:
     """Return a copy of an optimizer before its first step, over copies of ``values`` in one group."""
-    return twin_of_groups(optimizer, [options], [values])
+    return copy_of_groups(optimizer, [options], [values])
 
 
-def twin_of_groups(
+def copy_of_groups(
     optimizer: Optimizer, settings: Sequence[dict[str, Any]], values: Sequence[Sequence[Tensor]]
 ) -> Optimizer:
     """Return a copy of an optimizer before its first step, over copies of ``values``, group by group.
@@ -259,7 +259,9 @@ def twin_of_groups(
     clone.param_groups = [
         {
             **{key: own_copy(value) for key, value in options.items()},
-            "params": [marked(nn.Parameter(value.clone()), _own_marks(value)) for value in members],
+            "params": [
+                with_user_attributes(nn.Parameter(value.clone()), _copied_user_attributes(value)) for value in members
+            ],
         }
         for options, members in zip(settings, values, strict=True)
     ]
@@ -284,7 +286,7 @@ def state_bytes_per_element(optimizer: Optimizer) -> list[float]:
     (values,), ((grad,), *_) = _example([(small_shape(2), {})])
     found = []
     for options in trial_settings(optimizer):
-        clone = twin(optimizer, options, [values])
+        clone = optimizer_copy(optimizer, options, [values])
         param: nn.Parameter = clone.param_groups[0]["params"][0]
         param.grad = grad
         own_step(clone)(clone)
@@ -299,7 +301,7 @@ def _example(
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> list[Tensor]:
-        return [marked(torch.randn(shape, generator=generator), marks) for shape, marks in kinds]
+        return [with_user_attributes(torch.randn(shape, generator=generator), marks) for shape, marks in kinds]
 
     return draw(), [draw() for _ in range(_STEPS)]
 
@@ -320,7 +322,7 @@ def trial_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return found
 
 
-def _own_marks(value: Tensor) -> dict[str, Any]:
+def _copied_user_attributes(value: Tensor) -> dict[str, Any]:
     # Tensors with dims fit the shape of the original parameter, not that of a trial parameter.
     return {
         name: own_copy(mark) for name, mark in value.__dict__.items() if not isinstance(mark, Tensor) or not mark.dim()

@@ -19,7 +19,7 @@ _MARK = "_pardist_unfloored"
 
 def noted_floors() -> AbstractContextManager[None]:
     """Record the unclamped value of scalars that are clamped inside, for :func:`unfloored`."""
-    return patches.noted_numbers(_mark, _pass_on)
+    return patches.report_scalar_casts(_mark, _pass_on)
 
 
 def unfloored(count: Tensor | float) -> Tensor | float:

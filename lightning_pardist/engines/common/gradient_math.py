@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_pardist.compat.optimizers import clamp_together, multiply_together, norms_together
+from lightning_pardist.compat.optimizers import foreach_clamp_, foreach_multiply_, foreach_norms
 from lightning_pardist.engines.common.devices import has_generator
 
 #: Returns whether this rank counts a parameter of the module.
@@ -42,8 +42,8 @@ def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[list[Tensor]]:
     found: list[list[Tensor]] = []
     for members in by_kind(grads):
         wide = torch.promote_types(members[0].dtype, torch.float32)
-        if run_together(members):
-            found.append(norms_together(members, norm_type, wide))
+        if use_foreach(members):
+            found.append(foreach_norms(members, norm_type, wide))
         else:
             found.append([torch.linalg.vector_norm(grad, norm_type, dtype=wide) for grad in members])
     return found
@@ -53,8 +53,8 @@ def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place by a scalar tensor."""
     for members in by_kind(grads):
         own = factor.to(members[0].device, members[0].dtype)
-        if run_together(members):
-            multiply_together(members, own)
+        if use_foreach(members):
+            foreach_multiply_(members, own)
         else:
             for grad in members:
                 grad.mul_(own)
@@ -63,8 +63,8 @@ def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
 def clamp_(grads: Sequence[Tensor], limit: float) -> None:
     """Clamp all elements of tensors in place to ``[-limit, limit]``."""
     for members in by_kind(grads):
-        if run_together(members):
-            clamp_together(members, limit)
+        if use_foreach(members):
+            foreach_clamp_(members, limit)
         else:
             for grad in members:
                 grad.clamp_(-limit, limit)
@@ -78,6 +78,6 @@ def by_kind(grads: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
-def run_together(members: Sequence[Tensor]) -> bool:
+def use_foreach(members: Sequence[Tensor]) -> bool:
     """Return whether to use multi-tensor kernels: they save kernel launches on a device, and nothing on the host."""
     return has_generator(members[0].device) and not members[0].is_complex()

@@ -13,14 +13,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.compat.optimizers import follow_schedulers
+from lightning_pardist.engines.common.full_tensor_updates import (
+    FullTensorUpdates,
+    HeldTensor,
+    full_parameter_like,
+    updates_of,
+)
 from lightning_pardist.engines.common.owner_plan import Kind
 from lightning_pardist.engines.common.owner_updates import OwnerUpdates
 from lightning_pardist.engines.common.update_scope import FoundScope
-from lightning_pardist.engines.common.whole_updates import HeldTensor, WholeUpdates, twin_of, updates_of
 from lightning_pardist.engines.offload import HostedState
 
 
-class JointUpdates(WholeUpdates):
+class JointUpdates(FullTensorUpdates):
     """Joint updates: every rank gathers all tensors, computes the same step, and keeps its shards of the result.
 
     If the step calls its closure again (LBFGS), the shards hold the current trial values while the closure runs.
@@ -29,7 +34,7 @@ class JointUpdates(WholeUpdates):
 
     Args:
         step: The optimizer's own ``step``.
-        **kwargs: Arguments of :class:`~lightning_pardist.engines.common.whole_updates.WholeUpdates`.
+        **kwargs: Arguments of :class:`~lightning_pardist.engines.common.full_tensor_updates.FullTensorUpdates`.
 
     Raises:
         ValueError: If state is offloaded to files: a step needs all of it at once.
@@ -64,13 +69,13 @@ class JointUpdates(WholeUpdates):
         """Run one optimizer step on gathered tensors. Collective over the group."""
         if self._before_step is not None:
             self._before_step()
-        self._take()
+        self._gather_tensors()
         try:
             if closure is None:
                 result = self._own_step(**kwargs)
             else:
                 result = self._own_step(lambda: self._evaluated(closure), **kwargs)
-            self._give()
+            self._write_back()
         finally:
             self._exchange_params(back=True)
             for twin in self._twins.values():
@@ -83,7 +88,7 @@ class JointUpdates(WholeUpdates):
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         """Run the closure (forward and backward) with the optimizer's current values. Collective over the group."""
-        self._give()
+        self._write_back()
         # The closure also uses the optimizer's parameters: it zeroes gradients.
         self._exchange_params(back=True)
         if self._after_step is not None:
@@ -94,28 +99,28 @@ class JointUpdates(WholeUpdates):
         if self._before_step is not None:
             self._before_step()
         self._exchange_params(back=False)
-        self._take_gradients()
+        self._gather_gradients()
         return result
 
     @torch.no_grad()
-    def _take(self) -> None:
+    def _gather_tensors(self) -> None:
         """Gather values and gradients, and put them into the optimizer's groups. Collective over the group."""
         present = self._present()
         params = self._params()
         wholes = self._gathered([*range(len(params))], "reads")
-        self._twins = {number: twin_of(params[number], whole) for number, whole in wholes.items()}
+        self._twins = {number: full_parameter_like(params[number], whole) for number, whole in wholes.items()}
         self._set_gradients(present)
-        self._bring_state()
+        self._move_state()
         self._exchange_params(back=False)
 
-    def _bring_state(self) -> None:
+    def _move_state(self) -> None:
         if self._hosted is not None:
             state = self.optimizer.state
             for param in [key for key in state if isinstance(key, Tensor)]:
                 state[param] = self._hosted.fetch(state[param])
 
     @torch.no_grad()
-    def _take_gradients(self) -> None:
+    def _gather_gradients(self) -> None:
         inside = self._params()
         self._exchange_params(back=True)
         try:
@@ -141,7 +146,7 @@ class JointUpdates(WholeUpdates):
         return {number: whole for (number, _), whole in wholes.items()}
 
     @torch.no_grad()
-    def _give(self) -> None:
+    def _write_back(self) -> None:
         """Write the values back to this rank's shards."""
         for number, held in self._held.items():
             for part in held.boxes("writes").parts:
@@ -162,12 +167,12 @@ class JointUpdates(WholeUpdates):
         optimizer.state.update(state)
 
 
-def step_on_wholes(
+def step_on_full_tensors(
     optimizer: Optimizer,
     found: FoundScope,
     *,
     group: dist.ProcessGroup,
-    held: Callable[[nn.Parameter], HeldTensor] = HeldTensor.as_it_is,
+    held: Callable[[nn.Parameter], HeldTensor] = HeldTensor.updated_in_place,
     device: torch.device | None = None,
     hosted: HostedState | None = None,
     before_step: Callable[[], None] | None = None,

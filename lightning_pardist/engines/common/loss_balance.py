@@ -118,7 +118,7 @@ def exchange(
         device: Device of the message.
     """
     values = values[:_VALUES]
-    names = [f"{term.kind} {term.what}" for term in terms if term.kind != "constant" and not term.is_nothing]
+    names = [f"{term.kind} {term.what}" for term in terms if term.kind != "constant" and not term.is_zero]
     mark, votes = signature(names), float(present and bool(names))
     value_mark = signature([value.name for value in values])
     here, has_loss = float(present), float(present and bool(terms))
@@ -218,7 +218,7 @@ def scale_gradients(terms: Sequence[Term], factors: Tensor) -> Scaling:
     found = Scaling()
     on_host = factors.device.type == "cpu"
     scales: list[Tensor | float] = factors.tolist() if on_host else list(factors.unbind())
-    for first, several, without in _put_together(terms, factors):
+    for first, several, without in _merged_elements(terms, factors):
         found.others.extend(_scale_one_by_one(found, first, several, without))
     for term, factor in zip(terms, scales, strict=True):
         if term.element is not None:
@@ -241,7 +241,7 @@ def scale_gradients(terms: Sequence[Term], factors: Tensor) -> Scaling:
     return found
 
 
-def _put_together(terms: Sequence[Term], factors: Tensor) -> Iterator[tuple[Term, Tensor, Tensor]]:
+def _merged_elements(terms: Sequence[Term], factors: Tensor) -> Iterator[tuple[Term, Tensor, Tensor]]:
     """Yield, for terms that are elements of one tensor, the first term, all factors, and a mask of zero counts."""
     groups: dict[Node, list[int]] = {}
     for index, term in enumerate(terms):

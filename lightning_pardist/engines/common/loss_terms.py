@@ -101,7 +101,7 @@ class Term:
     edges: tuple[tuple[Node, int], ...] = ()
     cofactors: tuple[tuple[Node, int], ...] = ()
     offset: bool = False
-    shared: _At | None = None
+    shared: _Position | None = None
     items: int = 0
     number: float = 1.0
     of_held: bool = False
@@ -114,7 +114,7 @@ class Term:
         return self.count + self.surplus
 
     @property
-    def is_nothing(self) -> bool:
+    def is_zero(self) -> bool:
         """Whether the term is zero regardless of the batch, as in ``output.sum() * 0``."""
         return self.what == _NOTHING
 
@@ -184,13 +184,13 @@ class _Divisor:
     """
 
     value: Any
-    at: _At | None = None
+    at: _Position | None = None
     rounded: bool = False
     table: bool = False
 
 
 @dataclass(frozen=True)
-class _At:
+class _Position:
     """Position of the traversal from the loss: a node, its path from the top of the current term, and what was passed.
 
     Factors of the term itself (``beside``) get gradients that are scaled with the term; factors of a sum that contains
@@ -209,7 +209,7 @@ class _At:
 
     def below(
         self, node: Node, *, divisor: Any = None, rounded: bool = False, table: bool = False, nonlinear: str = ""
-    ) -> _At:
+    ) -> _Position:
         """Return the position one node further from the loss, in the same term."""
         divisors = self.divisors if divisor is None else (*self.divisors, _Divisor(divisor, self, rounded, table))
         nonlinear = self.nonlinear or nonlinear
@@ -219,7 +219,7 @@ class _At:
         path = (*self.path, node)
         return replace(self, node=node, path=path, divisors=divisors, nonlinear=nonlinear, beside=beside)
 
-    def summands(self, *, with_number: bool) -> list[_At]:
+    def summands(self, *, with_number: bool) -> list[_Position]:
         """Return the positions of the summands of an addition."""
         places = [(place, child) for place, child in enumerate(inputs_of(self.node)) if child is not None]
         if self.joined:
@@ -244,7 +244,7 @@ class _At:
             self.offset,
         )
 
-    def one_by_one(self, what: str, counts: Tensor, sizes: tuple[int, ...]) -> list[Term]:
+    def elementwise_means(self, what: str, counts: Tensor, sizes: tuple[int, ...]) -> list[Term]:
         """Return means that end at this position: elements of one tensor of this shape, each with its own count."""
         # Their gradients are separate below the point where the elements are combined.
         first = next(place for place, node in enumerate(self.path) if shape_of(node) == sizes)
@@ -259,7 +259,7 @@ class _At:
         term = root.term("mean", f"{what} divided by a count", by_data=True)
         return [replace(term, count=count, element=place) for place, count in enumerate(counts.flatten().unbind())]
 
-    def nothing(self) -> Term:
+    def zero_term(self) -> Term:
         """Return a term that is zero regardless of the batch."""
         return replace(self, nonlinear="").term("mean", _NOTHING, 0.0, by_data=True)
 
@@ -273,7 +273,7 @@ class _At:
     def divided(self, what: str, sizes: tuple[int, ...], dim: int, samples: int | None) -> Term:
         """Return a sum over the batch that ends at this position; a mean if one of its divisors is a count."""
         divisors = (*self.divisors, *(_Divisor(each) for each in _divisors_inside(self.node)))
-        nothing = _sums_nothing(self.node)
+        nothing = _is_empty_sum(self.node)
         picked = any(kind_of(each) in PICKED for each in elements(self.node))
         counts = _counts(divisors, sizes, dim, samples, picked=picked)
         if nothing:
@@ -283,7 +283,7 @@ class _At:
         if not counts:
             numbers = [number for each in divisors if (number := _number(each.value)) is not None]
             term = replace(self.term("sum", what), number=math.prod(numbers), items=sizes[dim] if sizes else 0)
-            return self.nothing() if nothing else term
+            return self.zero_term() if nothing else term
         total: Any = math.prod((each.value for each in counts[1:]), start=counts[0].value)
         before = [unfloored(each.value) for each in counts]
         is_floored = any(number is not each.value for number, each in zip(before, counts, strict=True))
@@ -312,17 +312,17 @@ class _Walk:
     def terms(self, root: Node) -> list[Term]:
         """Return all terms below a node."""
         found: dict[tuple[Node, int | None], Term] = {}
-        waiting: list[_At | Term] = [_At(root, (root,))]
+        waiting: list[_Position | Term] = [_Position(root, (root,))]
         while waiting:
             at = waiting.pop()
-            step = at if isinstance(at, Term) else self._look(at)
+            step = at if isinstance(at, Term) else self._classify(at)
             if isinstance(step, Term):
                 known = found.setdefault((step.node, step.element), step)
                 merged = _merged(step if known.kind == "constant" else known, known, step)
                 found[step.node, step.element] = merged
             else:
                 waiting.extend(reversed(step))
-        terms = _with_shared_counts(_counted_together(list(found.values())))
+        terms = _merge_shared_counts(_merge_total_counts(list(found.values())))
         return _without_zeros(self._of_samples(terms))
 
     def _of_samples(self, terms: list[Term]) -> list[Term]:
@@ -334,17 +334,17 @@ class _Walk:
         groups += [[term for term in means if term.what == what] for what in dict.fromkeys(each.what for each in means)]
         each = next((found for found in groups if len(found) == self.samples), [])
         rest = [term for term in terms if term not in each]
-        some = [term for term in each if not term.is_nothing]
+        some = [term for term in each if not term.is_zero]
         if not each or len({term.what for term in some}) > 1:
             return terms
         # Samples with a zero loss are included.
         what = f"{some[0].what if some else 'zero'} of each sample"
-        if all(map(self._is_mean_of_samples, each)) and self._are_apart(some):
+        if all(map(self._is_mean_of_samples, each)) and self._are_separate_results(some):
             return [*(replace(term, kind="other", count=0.0, by_data=False, what=what) for term in each), *rest]
-        if not some or not all(map(self._is_of_one_sample, some)):
+        if not some or not all(map(self._is_single_sample, some)):
             return terms
         found = [replace(term, kind="sum", count=0.0, by_data=False, what=what) for term in some]
-        return [*found, *(replace(term, kind="constant") for term in each if term.is_nothing), *rest]
+        return [*found, *(replace(term, kind="constant") for term in each if term.is_zero), *rest]
 
     def _is_mean_of_samples(self, term: Term) -> bool:
         """Return whether a term is divided by the number of samples, apart from its own count."""
@@ -353,7 +353,7 @@ class _Walk:
         divisors = [each for each in divisors if not each.rounded or (self.samples or 0) > 2]
         return any(_number(each.value) == self.samples for each in divisors)
 
-    def _are_apart(self, terms: Sequence[Term]) -> bool:
+    def _are_separate_results(self, terms: Sequence[Term]) -> bool:
         """Return whether terms stem from separate results, not from selections of one result of the whole batch."""
         sources: list[Node] = []
         for term in terms:
@@ -365,7 +365,7 @@ class _Walk:
                     sources.append(source)
         return len(set(sources)) == len(sources)
 
-    def _is_of_one_sample(self, term: Term) -> bool:
+    def _is_single_sample(self, term: Term) -> bool:
         """Return whether the reduced tensor was selected from the batch a few operations before."""
         node: Node | None = term.path[-1]
         for _ in range(REACH):
@@ -379,7 +379,7 @@ class _Walk:
                 return origin is not None and (shape_of(origin) or ())[:1] == (self.samples,)
         return False
 
-    def _look(self, at: _At) -> Term | Sequence[_At | Term]:
+    def _classify(self, at: _Position) -> Term | Sequence[_Position | Term]:
         """Return the term that ends at a position, or the positions to continue with."""
         node, kind = at.node, kind_of(at.node)
         inputs = [child for child in inputs_of(node) if child is not None]
@@ -405,11 +405,11 @@ class _Walk:
             return [at.below(inputs[0], nonlinear=f"{kind} of a mean is not the mean over the parts of the batch")]
         return self._unknown(at, kind)
 
-    def _unknown(self, at: _At, kind: str) -> Term:
+    def _unknown(self, at: _Position, kind: str) -> Term:
         coupled = f"{kind} of all samples is not the mean over the parts of the batch" if kind in STATISTICS else ""
         return replace(at, nonlinear=at.nonlinear or coupled).term("other", kind)
 
-    def _product(self, at: _At, inputs: list[Node], kind: str) -> Term | list[_At]:
+    def _product(self, at: _Position, inputs: list[Node], kind: str) -> Term | list[_Position]:
         """Continue with the term if it has constant factors, or with the first factor if both depend on the batch."""
         sides = inputs_of(at.node)
         of_batch = [child for child in inputs if self.batch_dim(child) != CONSTANT] or inputs[:1]
@@ -419,7 +419,7 @@ class _Walk:
         other = saved(at.node, "other")
         factor = _scalar_factor(at.node, of_batch[0]) if kind == "Mul" and len(inputs) == 1 else None
         if factor is not None and factor == 0:
-            return at.nothing()
+            return at.zero_term()
         if factor is not None and (count := _reciprocal(factor)):
             return [at.below(of_batch[0], divisor=count, rounded=_is_rounded(factor))]
         if kind == "Mul" and len(inputs) == 1 and self.batch_dim(of_batch[0]) == REDUCED:
@@ -430,18 +430,18 @@ class _Walk:
         if kind == "Div" and sides[0] is of_batch[0]:
             several = len(inputs) == 1 and isinstance(other, Tensor) and other.numel() > 1
             table = several and self.batch_dim(of_batch[0]) == REDUCED
-            if table and not _is_divided_one_by_one(at, other):
+            if table and not _is_elementwise_division(at, other):
                 return [at.below(of_batch[0], nonlinear=_BY_TABLE)]
             return [at.below(of_batch[0], divisor=other if len(inputs) == 1 else None, table=table)]
         if kind == "Div":
             return [at.below(of_batch[0], nonlinear="a result of the batch is a divisor")]
         return [at.below(of_batch[0])]
 
-    def _reduction(self, at: _At, child: Node, kind: str) -> Term | Sequence[_At | Term]:
+    def _reduction(self, at: _Position, child: Node, kind: str) -> Term | Sequence[_Position | Term]:
         dim = self.batch_dim(child)
         dims = reduced_dims(at.node, shape_of(child))
         sizes = shape_of(child) or ()
-        if dim == REDUCED and self._is_picked(child):
+        if dim == REDUCED and self._is_selected(child):
             # A reduction of the result of one sample.
             items = float(math.prod(sizes[each] for each in dims))
             return at.mean(kind, items) if kind == "Mean" else at.divided(kind, sizes, 0, self.samples)
@@ -457,7 +457,7 @@ class _Walk:
         count = float(math.prod(sizes[each] for each in dims))
         return at.mean(kind, count, by_data=kind_of(child) in PICKED)
 
-    def _is_picked(self, node: Node) -> bool:
+    def _is_selected(self, node: Node) -> bool:
         """Return whether a result was computed elementwise from the result of one sample."""
         for _ in range(REACH):
             inputs = [child for child in inputs_of(node) if child is not None]
@@ -471,7 +471,7 @@ class _Walk:
             node = inputs[0]
         return False
 
-    def _means(self, at: _At, kind: str, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Term | list[Term]:
+    def _means(self, at: _Position, kind: str, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Term | list[Term]:
         """Return sums or means over the batch that are each divided by an element of one tensor."""
         table: Tensor = next(each.value.detach() for each in at.divisors if each.table)
         counts: Tensor | None = table * math.prod(sizes[each] for each in dims)
@@ -484,16 +484,16 @@ class _Walk:
         for divisor in at.divisors:
             if not divisor.table and _is_computed(divisor.value):
                 counts = counts * divisor.value.detach()
-        return at.one_by_one(kind, counts, tuple(table.shape))
+        return at.elementwise_means(kind, counts, tuple(table.shape))
 
-    def _contraction(self, at: _At, inputs: Sequence[Node], kind: str) -> Term:
+    def _contraction(self, at: _Position, inputs: Sequence[Node], kind: str) -> Term:
         """Return the sum over the batch that a matrix product with a constant is; "other" if both operands vary."""
         of_batch = [child for child in inputs if self.batch_dim(child) != CONSTANT]
         if len(of_batch) != 1 or self.batch_dim(of_batch[0]) < 0:
             return self._unknown(at, kind)
         return at.divided(kind, shape_of(of_batch[0]) or (), self.batch_dim(of_batch[0]), self.samples)
 
-    def _fused(self, at: _At, kind: str) -> Term:
+    def _fused(self, at: _Position, kind: str) -> Term:
         reduction = saved(at.node, "reduction")
         weight, operand = saved(at.node, "total_weight"), saved(at.node, "self")
         if reduction == 2:
@@ -513,7 +513,7 @@ def _merged(term: Term, one: Term, other: Term) -> Term:
     return replace(term, edges=edges, cofactors=cofactors, offset=one.offset or other.offset)
 
 
-def _counted_together(terms: list[Term]) -> list[Term]:
+def _merge_total_counts(terms: list[Term]) -> list[Term]:
     """Turn sums into means that share a divisor equal to the total number of their items."""
     groups: dict[Node, list[tuple[Term, _Divisor]]] = {}
     for term in terms:
@@ -535,7 +535,7 @@ def _counted_together(terms: list[Term]) -> list[Term]:
     return terms
 
 
-def _with_shared_counts(terms: list[Term]) -> list[Term]:
+def _merge_shared_counts(terms: list[Term]) -> list[Term]:
     """Merge means that are added up and divided by one shared count into one mean."""
     groups: dict[Node, list[Term]] = {}
     for term in terms:
@@ -543,7 +543,7 @@ def _with_shared_counts(terms: list[Term]) -> list[Term]:
             groups.setdefault(term.shared.node, []).append(term)
     for node, members in groups.items():
         below = [term for term in terms if any(each.at is not None and each.at.node is node for each in term.divisors)]
-        below = [term for term in below if term.kind != "constant" and not term.is_nothing]
+        below = [term for term in below if term.kind != "constant" and not term.is_zero]
         at = members[0].shared
         if len(members) == 1 or len(below) != len(members) or at is None or any(term.nonlinear for term in members):
             continue
@@ -563,9 +563,9 @@ def larger(one: Tensor | float, other: Tensor | float) -> Tensor | float:
 
 def _without_zeros(terms: list[Term]) -> list[Term]:
     """Turn zero terms into constants if the loss has other, non-constant terms."""
-    if all(term.is_nothing or term.kind == "constant" for term in terms):
+    if all(term.is_zero or term.kind == "constant" for term in terms):
         return terms
-    return [replace(term, kind="constant", count=0.0) if term.is_nothing else term for term in terms]
+    return [replace(term, kind="constant", count=0.0) if term.is_zero else term for term in terms]
 
 
 def _number(value: Any) -> float | None:
@@ -663,7 +663,7 @@ _BY_TABLE = "a result that is reduced over samples is divided by a tensor"
 _REARRANGING = {"T", "Transpose", "Permute", "Index", "View", "UnsafeView", "ReshapeAlias"}
 
 
-def _is_divided_one_by_one(at: _At, other: Tensor) -> bool:
+def _is_elementwise_division(at: _Position, other: Tensor) -> bool:
     """Return whether a division is the first elementwise one of few results by a tensor of the same shape."""
     first = not any(each.table for each in at.divisors)
     return first and not at.joined and shape_of(at.node) == tuple(other.shape) and other.numel() <= _ONE_BY_ONE
@@ -691,7 +691,7 @@ def _sums_of_mask(node: Node, dims: tuple[int, ...], sizes: tuple[int, ...], tab
     return None
 
 
-def _sums_nothing(node: Node) -> bool:
+def _is_empty_sum(node: Node) -> bool:
     """Return whether a sum is over no elements; its divisor, as in ``max(number_of_boxes, 1)``, is not a count then."""
     children = [child for child in inputs_of(node) if child is not None]
     return any(0 in (shape_of(child) or ()) for child in children)

@@ -86,7 +86,7 @@ def seed_all(generators: Sequence[Any], seed: int) -> None:
 
 
 @contextmanager
-def generators_stay(generators: Sequence[Any]) -> Iterator[None]:
+def preserve_generators(generators: Sequence[Any]) -> Iterator[None]:
     """Restore the generators' states on exit, so that draws inside are repeated afterwards."""
     before = states_of(generators)
     try:

@@ -20,10 +20,10 @@ from lightning_pardist.checkpoint.tensors import Slots, restore_shared, shared_s
 from lightning_pardist.collectives import table_device
 from lightning_pardist.compat.optimizers import mark_step, post_hooks, pre_hooks
 from lightning_pardist.engines.common.elementwise import own_step
+from lightning_pardist.engines.common.full_tensor_updates import FullTensorUpdates, full_parameter_like
 from lightning_pardist.engines.common.owner_plan import Kind, Owners, rounds_of
 from lightning_pardist.engines.common.packed_exchange import PackedExchange
 from lightning_pardist.engines.common.update_scope import group_settings, restore_settings
-from lightning_pardist.engines.common.whole_updates import WholeUpdates, twin_of
 
 #: MiB of unsharded values that an owner assembles per round, with as much of gradients.
 ROUND_MB = 64.0
@@ -31,7 +31,7 @@ ROUND_MB = 64.0
 _ROUNDS, _MIN_ROUND_BYTES = 4, 2**20
 
 
-class OwnerUpdates(WholeUpdates):
+class OwnerUpdates(FullTensorUpdates):
     """Owner updates for an optimizer that updates one tensor at a time: one rank, the owner, updates each tensor.
 
     A step runs in rounds: the tensors of the next round are sent to their owners while those of the current round are
@@ -42,7 +42,7 @@ class OwnerUpdates(WholeUpdates):
         round_mb: MiB of unsharded values that a rank assembles at a time.
         held_by_rank: Returns the number of elements of a parameter's gradient that each rank of the group holds, equal
             on all ranks. Used to choose owners if gradients are spread unevenly.
-        **kwargs: Arguments of :class:`~lightning_pardist.engines.common.whole_updates.WholeUpdates`.
+        **kwargs: Arguments of :class:`~lightning_pardist.engines.common.full_tensor_updates.FullTensorUpdates`.
 
     Raises:
         ValueError: If state is offloaded to files and the optimizer cannot step on some of its tensors at a time.
@@ -75,7 +75,7 @@ class OwnerUpdates(WholeUpdates):
         self._known: list[list[int]] = []
         self._latest: list[nn.Parameter] = []
         self._assign()
-        self._forget_others()
+        self._drop_unowned_state()
         self.settle()
 
     @property
@@ -88,7 +88,7 @@ class OwnerUpdates(WholeUpdates):
         params = self._numbered()
         if len(params) == len(self._known):
             return
-        self._known = self._ranks_that_know(params)
+        self._known = self._ranks_with_values(params)
         new = {number: param for number, param in enumerate(params) if self._owners.of(number) is None}
         by_rank = self._held_by_rank or (lambda param: {})
         self._owners.assign(
@@ -111,7 +111,7 @@ class OwnerUpdates(WholeUpdates):
             self._known = []
         return self._latest
 
-    def _ranks_that_know(self, params: Sequence[nn.Parameter]) -> list[list[int]]:
+    def _ranks_with_values(self, params: Sequence[nn.Parameter]) -> list[list[int]]:
         """Return, for each parameter, the ranks on which it is not on ``meta``. Collective over the group."""
         size = self.group.size()
         known = torch.zeros(len(params), size, dtype=torch.uint8)
@@ -170,7 +170,7 @@ class OwnerUpdates(WholeUpdates):
         self._assign()
         present = self._present()
         rounds = self._rounds(present)
-        begin = _Beginning(self.optimizer) if len(rounds) > 1 or self._window_bytes is not None else None
+        begin = _StepSnapshot(self.optimizer) if len(rounds) > 1 or self._window_bytes is not None else None
         stepped = False
         arriving = self._fetch(rounds[0]) if rounds else None
         leaving: PackedExchange | None = None
@@ -246,7 +246,7 @@ class OwnerUpdates(WholeUpdates):
             rounds_of(present, owner_of, shapes, round_elements=limit if self.found.in_rounds else float("inf"))
         )
 
-    def _fetch(self, numbers: Sequence[int]) -> _Arriving:
+    def _fetch(self, numbers: Sequence[int]) -> _PendingFetch:
         moves = [
             move
             for number in numbers
@@ -257,9 +257,9 @@ class OwnerUpdates(WholeUpdates):
         kinds: tuple[Kind, ...] = ("grads", "reads")
         wholes: dict[tuple[int, Kind], Tensor] = {}
         for number, kind in itertools.product(mine, kinds):
-            here = self._where_it_lies(number, kind)
+            here = self._local_full_tensor(number, kind)
             wholes[number, kind] = self._empty(number) if here is None else here
-        return _Arriving(self._exchange(moves, wholes), wholes)
+        return _PendingFetch(self._exchange(moves, wholes), wholes)
 
     def _step_on(
         self,
@@ -279,7 +279,7 @@ class OwnerUpdates(WholeUpdates):
             members = []
             for param in params:
                 if number in values:
-                    twins[number] = twin = twin_of(param, values[number], grads[number])
+                    twins[number] = twin = full_parameter_like(param, values[number], grads[number])
                     members.append(twin)
                     if number in entries:
                         inside[twin] = entries[number]
@@ -304,7 +304,7 @@ class OwnerUpdates(WholeUpdates):
 
 
 @dataclass(frozen=True)
-class _Arriving:
+class _PendingFetch:
     """Pending exchange of a round's tensors with their owners."""
 
     exchange: PackedExchange
@@ -317,7 +317,7 @@ class _Arriving:
         return values, {number: tensor for (number, kind), tensor in self.wholes.items() if kind == "grads"}
 
 
-class _Beginning:
+class _StepSnapshot:
     """Snapshot of group settings and shared state, restored before each partial ``step`` of one logical step.
 
     Args:

@@ -15,7 +15,7 @@ _ALIGN = 16
 
 
 @dataclass(frozen=True)
-class Parcel:
+class BoxTransfer:
     """A box to send to, or receive from, another rank.
 
     Attributes:
@@ -47,21 +47,21 @@ class PackedExchange:
 
     def __init__(
         self,
-        outgoing: Sequence[Parcel],
-        incoming: Sequence[Parcel],
+        outgoing: Sequence[BoxTransfer],
+        incoming: Sequence[BoxTransfer],
         *,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         rank, size = group.rank(), group.size()
         own = [[parcel.values for parcel in parcels if parcel.rank == rank] for parcels in (outgoing, incoming)]
-        self._stays = list(zip(*own, strict=True))
+        self._local_copies = list(zip(*own, strict=True))
         away = [parcel for parcel in outgoing if parcel.rank != rank]
         self._coming = [parcel for parcel in incoming if parcel.rank != rank]
         splits_out, splits_in = _by_rank(away, size), _by_rank(self._coming, size)
         self.sent_bytes = sum(splits_out)
         message = torch.empty(self.sent_bytes, dtype=torch.uint8, device=device)
-        for parcel, room in _rooms(away, splits_out, message):
+        for parcel, room in _message_views(away, splits_out, message):
             room.copy_(parcel.values)
         self._received = torch.empty(sum(splits_in), dtype=torch.uint8, device=device)
         self._splits_in = splits_in
@@ -77,20 +77,22 @@ class PackedExchange:
         """Wait for the messages, and copy every box to its destination."""
         if self._work is not None:
             self._work.wait()
-        for values, place in self._stays:
+        for values, place in self._local_copies:
             place.copy_(values)
-        for parcel, room in _rooms(self._coming, self._splits_in, self._received):
+        for parcel, room in _message_views(self._coming, self._splits_in, self._received):
             parcel.values.copy_(room)
 
 
-def _by_rank(parcels: Sequence[Parcel], size: int) -> list[int]:
+def _by_rank(parcels: Sequence[BoxTransfer], size: int) -> list[int]:
     found = [0] * size
     for parcel in parcels:
         found[parcel.rank] += parcel.num_bytes
     return found
 
 
-def _rooms(parcels: Sequence[Parcel], splits: Sequence[int], message: Tensor) -> list[tuple[Parcel, Tensor]]:
+def _message_views(
+    parcels: Sequence[BoxTransfer], splits: Sequence[int], message: Tensor
+) -> list[tuple[BoxTransfer, Tensor]]:
     """Return each parcel with its view of a message, in the box's dtype and shape."""
     starts = [sum(splits[:rank]) for rank in range(len(splits))]
     found = []

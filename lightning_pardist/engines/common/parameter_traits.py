@@ -7,12 +7,12 @@ from typing import TypeVar
 from torch import Tensor
 
 from lightning_pardist.compat.tensors import gradient_hooks_of, set_gradient_hooks
-from lightning_pardist.engines.common.elementwise import marks_of
+from lightning_pardist.engines.common.elementwise import user_attributes
 
 T = TypeVar("T", bound=Tensor)
 
 
-def take_place(made: T, before: Tensor) -> T:
+def copy_traits(made: T, before: Tensor) -> T:
     """Copy the attributes of a parameter, and the hooks on its gradient, to its replacement.
 
     Hooks are shared: removing one by its existing handle removes it from both.
@@ -21,7 +21,7 @@ def take_place(made: T, before: Tensor) -> T:
         made: The replacement.
         before: The parameter that is replaced.
     """
-    marks = marks_of(before)
+    marks = user_attributes(before)
     hooks = marks.pop("gradient_hooks", None) or gradient_hooks_of(before)
     made.__dict__.update(marks)
     if hooks:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pardist.compat.dtensor import local_tensor_of
 from lightning_pardist.compat.tensors import disabled_torch_function, version_of
 from lightning_pardist.engines.common.meta_init import sync_from_first_rank
-from lightning_pardist.local_tensors import local_part, sharded_axes, tensor_axis, whole_over_data
+from lightning_pardist.local_tensors import gather_over_data, shard_like, sharded_axes, tensor_axis
 
 #: Number of accesses to ``.data`` of any sharded tensor: writes through it leave no other trace.
 _looks = 0
@@ -41,7 +41,7 @@ def assign(parameter: DTensor, value: Tensor) -> None:
     if isinstance(value, DTensor) and value.placements == parameter.placements:
         part = value.to_local()
     else:
-        part = local_part(whole_over_data(value) if isinstance(value, DTensor) else value, parameter)
+        part = shard_like(gather_over_data(value) if isinstance(value, DTensor) else value, parameter)
     local_tensor_of(parameter).copy_(part)
 
 
@@ -137,7 +137,7 @@ def _whole(parameter: Any) -> Tensor:
             f"A module was copied after its parameter of shape {tuple(parameter.shape)} was sharded over data and"
             " tensor ranks, so the copy could not be called. Make the copy in __init__ or configure_model."
         )
-    whole = whole_over_data(parameter)
+    whole = gather_over_data(parameter)
     return whole.clone()
 
 
@@ -156,7 +156,7 @@ def _not_itself(name: str) -> Callable[..., Tensor]:
     return converted
 
 
-def _drawn_whole(name: str) -> Callable[..., Tensor]:
+def _full_random(name: str) -> Callable[..., Tensor]:
     """Return an in-place random method that gives the values of a single process. Collective over the tensor's mesh.
 
     Each rank draws the unsharded tensor; the first rank's values are broadcast, and each rank keeps its shard.
@@ -179,7 +179,7 @@ def _drawn_whole(name: str) -> Callable[..., Tensor]:
 
 
 for _name in ("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_"):
-    setattr(ShardTensor, _name, _drawn_whole(_name))
+    setattr(ShardTensor, _name, _full_random(_name))
 
 for _name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous"):
     setattr(ShardTensor, _name, _not_itself(_name))

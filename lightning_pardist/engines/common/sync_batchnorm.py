@@ -22,7 +22,7 @@ from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.modules import BatchNorm, check_dims
 
 
-class _OverRanks(BatchNorm):
+class _SyncedBatchNorm(BatchNorm):
     """A batch norm layer whose training statistics are computed over all ranks of a group.
 
     Equals a single process' batch normalisation of the concatenated batch, also if ranks hold different numbers of
@@ -77,7 +77,7 @@ class _OverRanks(BatchNorm):
             self.__class__ = with_group
 
 
-class _OverRanksByItself(_OverRanks):
+class _SyncedCustomBatchNorm(_SyncedBatchNorm):
     """A synchronized batch norm layer whose original class overrides ``forward``."""
 
     @not_compiled
@@ -90,7 +90,7 @@ class _OverRanksByItself(_OverRanks):
         own = functools.partial(self.plain.forward, self)
         if not self.training or self.synchronized_as is None:
             return own(*args, **kwargs)
-        with _StatisticsOfAll(self.group) as statistics:
+        with _SyncedStatistics(self.group) as statistics:
             output = own(*args, **kwargs)
         if not statistics.asked:
             raise ValueError(
@@ -101,7 +101,7 @@ class _OverRanksByItself(_OverRanks):
         return output
 
 
-class _StatisticsOfAll(TorchFunctionMode):
+class _SyncedStatistics(TorchFunctionMode):
     """Function mode in which torch's ``batch_norm`` in training computes its statistics over the ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -262,7 +262,7 @@ def convert(module: nn.Module, *, group: dist.ProcessGroup) -> nn.Module:
     extended: dict[type[BatchNorm], type[BatchNorm]] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
-            if not isinstance(layer, _OverRanks):
+            if not isinstance(layer, _SyncedBatchNorm):
                 plain = type(layer)
                 if plain not in extended:
                     extended[plain] = _extended(plain, group)
@@ -273,13 +273,13 @@ def convert(module: nn.Module, *, group: dist.ProcessGroup) -> nn.Module:
 
 def is_converted(layer: nn.Module) -> bool:
     """Return whether a layer's class was extended by :func:`convert`."""
-    return isinstance(layer, _OverRanks)
+    return isinstance(layer, _SyncedBatchNorm)
 
 
 def revert(module: nn.Module) -> nn.Module:
     """Restore the layers' original classes, to undo :func:`convert`."""
     for layer in module.modules():
-        if isinstance(layer, _OverRanks):
+        if isinstance(layer, _SyncedBatchNorm):
             layer.__dict__.pop("synchronized_as", None)
             # A class that was extended again since then is kept; without a name it behaves like the plain class.
             if "plain" in type(layer).__dict__:
@@ -288,6 +288,6 @@ def revert(module: nn.Module) -> nn.Module:
 
 
 def _extended(plain: type[BatchNorm], group: dist.ProcessGroup) -> type[BatchNorm]:
-    base = _OverRanks if plain.forward is BatchNorm.forward else _OverRanksByItself
+    base = _SyncedBatchNorm if plain.forward is BatchNorm.forward else _SyncedCustomBatchNorm
     names = {"group": group, "plain": plain, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
     return type(plain.__name__, (base, plain), names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,17 +19,17 @@ from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
 from lightning_pardist.compat.collective_waits import no_collectives
 from lightning_pardist.engines.common.elementwise import (
     Form,
+    copy_of_groups,
     is_elementwise,
     kinds_of,
-    marked,
     numbers_of_shapes,
-    others_of,
+    other_values,
     own_step,
     same_numbers,
     small_shape,
     trial_settings,
-    twin_of_groups,
     values_of,
+    with_user_attributes,
 )
 from lightning_pardist.settings import one_of
 
@@ -100,9 +101,9 @@ def find_scope(optimizer: Optimizer, *, form: Form, setting: ScopeSetting = "aut
             ranks.
     """
     if setting != "auto":
-        return _noted(optimizer, form, FoundScope(setting, in_rounds=False, steps_on_none=False, is_set=True))
+        return _cached(optimizer, form, FoundScope(setting, in_rounds=False, steps_on_none=False, is_set=True))
     known = _found.get(optimizer, {}).get(form)
-    return known or _noted(optimizer, form, _tried(optimizer, form))
+    return known or _cached(optimizer, form, _probe_scope(optimizer, form))
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
@@ -116,15 +117,15 @@ def known_scope(optimizer: Optimizer) -> FoundScope | None:
     return next(iter(_found.get(optimizer, {}).values()), None)
 
 
-def _noted(optimizer: Optimizer, form: Form, found: FoundScope) -> FoundScope:
+def _cached(optimizer: Optimizer, form: Form, found: FoundScope) -> FoundScope:
     _found.setdefault(optimizer, {})[form] = found
     return found
 
 
-def _tried(optimizer: Optimizer, form: Form) -> FoundScope:
+def _probe_scope(optimizer: Optimizer, form: Form) -> FoundScope:
     with no_collectives() as called:
         try:
-            return _tried_alone(optimizer, form)
+            return _probe_without_collectives(optimizer, form)
         finally:
             if called():
                 raise ValueError(
@@ -134,7 +135,7 @@ def _tried(optimizer: Optimizer, form: Form) -> FoundScope:
                 ) from None
 
 
-def _tried_alone(optimizer: Optimizer, form: Form) -> FoundScope:
+def _probe_without_collectives(optimizer: Optimizer, form: Form) -> FoundScope:
     if is_elementwise(optimizer, form=form):
         return FoundScope("elementwise")
     if calls_closure_again(optimizer):
@@ -155,9 +156,9 @@ def _tried_alone(optimizer: Optimizer, form: Form) -> FoundScope:
             raise ValueError(_refusal(optimizer, "a trial step on other parameters than its own changed nothing"))
         if not _same_alone(optimizer, start, grads, stepped):
             return FoundScope("joint")
-        in_rounds = _agree(lambda: _stepped(optimizer, start, grads, rounds=True), together) is not None
+        in_rounds = _matching_trial(lambda: _stepped(optimizer, start, grads, rounds=True), together) is not None
         none: Values = [[] for _ in start]
-        on_none = _agree(lambda: _stepped(optimizer, none, [none]), none) is not None
+        on_none = _matching_trial(lambda: _stepped(optimizer, none, [none]), none) is not None
         return FoundScope("per_tensor", in_rounds=in_rounds, steps_on_none=on_none)
 
 
@@ -171,7 +172,7 @@ def _same_alone(optimizer: Optimizer, start: Values, grads: list[Values], steppe
                 return [[group[position]] if at == index else [] for at, group in enumerate(values)]
 
             run = [alone(step_grads) for step_grads in grads]
-            found = _agree(lambda run=run, alone=alone: _stepped(optimizer, alone(start), run), alone(together))  # type: ignore[misc]
+            found = _matching_trial(functools.partial(_stepped, optimizer, alone(start), run), alone(together))
             # Counts of groups without parameters may not advance, so only this tensor's group is compared.
             if found is None:
                 return False
@@ -184,7 +185,7 @@ def _same_alone(optimizer: Optimizer, start: Values, grads: list[Values], steppe
 
 def _counts(optimizer: Optimizer, start: Values, grads: list[Values], stepped: Optimizer) -> set[Any]:
     """Return the numbers of a stepped copy that do not depend on values and gradients; empty if the trial fails."""
-    others, *run = [[others_of(members) for members in values] for values in (start, *grads)]
+    others, *run = [[other_values(members) for members in values] for values in (start, *grads)]
     try:
         return numbers_of_shapes(stepped, _stepped(optimizer, others, run))
     except Exception:
@@ -192,7 +193,7 @@ def _counts(optimizer: Optimizer, start: Values, grads: list[Values], stepped: O
         return set()
 
 
-def _agree(run: Callable[[], Optimizer], wanted: Values) -> Optimizer | None:
+def _matching_trial(run: Callable[[], Optimizer], wanted: Values) -> Optimizer | None:
     """Run trial steps and return the stepped copy if its values match ``wanted``; None otherwise, or if they fail."""
     try:
         found = run()
@@ -208,7 +209,7 @@ def _values(stepped: Optimizer) -> Values:
 
 def _stepped(optimizer: Optimizer, start: Values, grads: Sequence[Values], *, rounds: bool = False) -> Optimizer:
     """Step a copy of the optimizer on other parameters; with ``rounds``, one parameter at a time."""
-    clone = twin_of_groups(optimizer, trial_settings(optimizer), start)
+    clone = copy_of_groups(optimizer, trial_settings(optimizer), start)
     groups = [list(group["params"]) for group in clone.param_groups]
     step = own_step(clone)
     for step_grads in grads:
@@ -256,7 +257,7 @@ def _example(optimizer: Optimizer) -> tuple[Values, list[Values]]:
     def draw() -> Values:
         return [
             [
-                marked(torch.randn(small_shape(dims), generator=generator), marks)
+                with_user_attributes(torch.randn(small_shape(dims), generator=generator), marks)
                 for dims, marks in kinds
                 for _ in range(2)
             ]
@@ -287,12 +288,12 @@ def _refusal(optimizer: Optimizer, reason: str) -> str:
     )
 
 
-def steps_on_wholes(optimizer: Optimizer, *, form: Form, setting: ScopeSetting = "auto") -> bool:
+def needs_full_tensors(optimizer: Optimizer, *, form: Form, setting: ScopeSetting = "auto") -> bool:
     """Return whether an optimizer must step on unsharded tensors. Arguments and errors as in :func:`find_scope`."""
     return has_parameters(optimizer) and find_scope(optimizer, form=form, setting=setting).scope != "elementwise"
 
 
-def cannot_step_on_parts(optimizer: Optimizer, found: FoundScope) -> str:
+def non_elementwise_error(optimizer: Optimizer, found: FoundScope) -> str:
     """Return the error message for an optimizer that would have to be elementwise, and is not."""
     return (
         f"{type(optimizer).__name__} cannot step on shards of parameters: it {found.describe()}, and no group of"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pardist.engines.common.devices import numbers_on
-from lightning_pardist.local_tensors import own_part, wrapped_like
+from lightning_pardist.local_tensors import local_shard, wrap_like
 
 _MB = 2**20
 
@@ -29,7 +29,7 @@ class Bucket:
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = list(params)
-        parts = [own_part(param) for param in self.params]
+        parts = [local_shard(param) for param in self.params]
         self.numel = sum(part.numel() for part in parts)
         first = parts[0]
         self.buffer = torch.zeros(self.numel + len(self.params), dtype=first.dtype, device=first.device)
@@ -64,7 +64,7 @@ class Bucket:
         param, view = self.params[index], self.views[index]
         if param.grad is None:
             raise RuntimeError("adopt() needs a gradient")
-        grad = own_part(param.grad)
+        grad = local_shard(param.grad)
         if grad is view:
             if scale != 1.0:
                 view.mul_(scale)
@@ -75,7 +75,7 @@ class Bucket:
             view.copy_(grad)
         else:
             torch.mul(grad, scale, out=view)
-        param.grad = wrapped_like(view, param)
+        param.grad = wrap_like(view, param)
 
     def mark_ready(self, index: int) -> None:
         """Record that parameter ``index``'s gradient for this step is in the buffer."""
@@ -106,7 +106,7 @@ class Bucket:
             for index, (done, flag) in enumerate(zip(self.ready, self.flags.tolist(), strict=True)):
                 if not done:
                     param = self.params[index]
-                    param.grad = wrapped_like(self.views[index], param) if flag else None
+                    param.grad = wrap_like(self.views[index], param) if flag else None
         self.reset()
 
     def held_bytes(self) -> int:
@@ -133,7 +133,7 @@ def partition(
     runs: list[list[nn.Parameter]] = []
     open_runs: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int, float]] = {}
     for param in params:
-        part = own_part(param)
+        part = local_shard(param)
         key = (part.dtype, part.device)
         run, size, limit = open_runs.get(key) or ([], 0, first_bucket_size_mb * _MB)
         if not run:

@@ -14,7 +14,7 @@ from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.modules import NormBase
 from lightning_pardist.compat.tensors import version_of
 from lightning_pardist.engines.common.agreed_buffers import AgreedBuffer, agree_on_buffers
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -71,7 +71,7 @@ class BufferSync:
             return
         names = [each.name for each in agreed]
         changed = torch.tensor([float(name not in before or now.get(name) != before[name]) for name in names])
-        changed = changed.to(own_part(agreed[0].tensor).device)
+        changed = changed.to(local_shard(agreed[0].tensor).device)
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.group)
         live = [each for each, flag in zip(agreed, changed.tolist(), strict=True) if flag]
         self._live = [each.name for each in live]
@@ -79,8 +79,8 @@ class BufferSync:
 
     def _find_differing(self, buffers: list[AgreedBuffer]) -> list[str]:
         """Return the names of buffers whose values differ between ranks. Collective over the group if there are any."""
-        buffers = [each for each in buffers if own_part(each.tensor).layout is torch.strided]
-        numbers = [own_part(each.tensor).detach() for each in buffers]
+        buffers = [each for each in buffers if local_shard(each.tensor).layout is torch.strided]
+        numbers = [local_shard(each.tensor).detach() for each in buffers]
         if not numbers:
             return []
         sums = torch.stack([_fingerprint(part) for part in numbers])
@@ -96,7 +96,7 @@ class BufferSync:
 
     def _current_versions(self) -> dict[str, tuple[int, int]]:
         return {
-            name: (id(buffer), version_of(own_part(buffer)))
+            name: (id(buffer), version_of(local_shard(buffer)))
             for name, buffer in self.module.named_buffers(remove_duplicate=False)
             if id(buffer) not in self._statistics
         }
@@ -137,7 +137,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup, gr
         group: The participating ranks.
         group_src: The rank in ``group`` whose values are broadcast.
     """
-    _in_flat_messages(tensors, lambda flat: dist.broadcast(as_bytes(flat), group_src=group_src, group=group))
+    _exchange_flattened(tensors, lambda flat: dist.broadcast(as_bytes(flat), group_src=group_src, group=group))
 
 
 def average_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
@@ -155,10 +155,10 @@ def average_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup) -> N
         dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
         flat.div_(group.size())
 
-    _in_flat_messages(tensors, average)
+    _exchange_flattened(tensors, average)
 
 
-def tensors_of_nobody(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
+def tensors_without_optimizer(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Return the tensors to average under local training that no optimizer holds, of floating or complex dtype.
 
     These are buffers, and parameters written by steps or hooks (momentum teachers).
@@ -172,7 +172,7 @@ def tensors_of_nobody(module: nn.Module, optimizers: Iterable[Optimizer]) -> lis
     return [each for each in tensors if not each.is_meta and (each.is_floating_point() or each.is_complex())]
 
 
-def _in_flat_messages(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:
+def _exchange_flattened(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:
     """Concatenate tensors of one dtype and device, apply the in-place ``exchange`` to the copy, and copy back."""
     chunk: list[Tensor] = []
     size = 0
@@ -187,7 +187,7 @@ def _in_flat_messages(tensors: Iterable[Tensor], exchange: Callable[[Tensor], ob
             tensor.copy_(piece.view(tensor.shape))
         chunk.clear()
 
-    for tensor in map(own_part, tensors):
+    for tensor in map(local_shard, tensors):
         if tensor.numel() == 0:
             continue
         if key != (tensor.dtype, tensor.device) or size > _CHUNK_BYTES:

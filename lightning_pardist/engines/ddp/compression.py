@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pardist.engines.ddp.bucket import Bucket
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
 #: ``hook(state, bucket) -> Future``: torch's interface (``DistributedDataParallel.register_comm_hook``).
 CommunicationHook = Callable[[Any, Any], Any]
@@ -60,7 +60,7 @@ class HookBucket:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients as views of the buffer, in the parameters' local shapes."""
-        parts = [own_part(param) for param in self._bucket.params]
+        parts = [local_shard(param) for param in self._bucket.params]
         pieces = self._buffer.split([part.numel() for part in parts])
         return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pardist.checkpoint.tensors import Slots, whole_slots
+from lightning_pardist.checkpoint.tensors import Slots, full_slots
 from lightning_pardist.compat.autograd import after_backward, current_backward
 from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
 from lightning_pardist.engines.ddp.bucket import Bucket, partition
 from lightning_pardist.engines.ddp.sparse import reduce_sparse, sparse_parameters
 from lightning_pardist.engines.ddp.transport import Transport
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
 
 class GradientReducer:
@@ -210,7 +210,7 @@ class GradientReducer:
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return this rank's local parts of the gradients of some parameters. Not collective."""
-        return [own_part(param.grad) for param in params if param.grad is not None]
+        return [local_shard(param.grad) for param in params if param.grad is not None]
 
     def zero_grad(self) -> None:
         """Do nothing: gradients are stored in the parameters' ``.grad``."""
@@ -238,7 +238,7 @@ class GradientReducer:
 
     def slots(self, optimizer: Optimizer) -> Slots:
         """Return the optimizer's slots: it updates the parameters themselves."""
-        return whole_slots(optimizer)
+        return full_slots(optimizer)
 
     def settle(self, optimizer: Optimizer) -> None:
         """Do nothing: optimizer state is not moved."""

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.autograd import current_backward
 from lightning_pardist.engines.common.activation_checkpointing import ReplacedForward
-from lightning_pardist.engines.common.devices import random_state, random_stays, set_random_state
-from lightning_pardist.engines.experts.exchange import Form, Peers, anchor, joined, travel
+from lightning_pardist.engines.common.devices import preserve_random_state, random_state, set_random_state
+from lightning_pardist.engines.experts.exchange import Form, Peers, all_to_all_with_grad, anchor, with_graph_inputs
 from lightning_pardist.engines.experts.finding import ExpertLayer
 from lightning_pardist.engines.experts.layer_weights import LayerWeights
 
@@ -71,7 +71,7 @@ class ListedExperts:
             self.forward(*args, **kwargs)
         finally:
             self._inputs = None
-        with self.peers.turn(self.number):
+        with self.peers.sequenced(self.number):
             back = self._exchanged(inputs)
         after = random_state(self._like.device)
         set_random_state(before, self._like.device)
@@ -79,11 +79,11 @@ class ListedExperts:
         try:
             output = self.forward(*args, **kwargs)
             if any(self._answers):
-                raise _differs(self.layer.name)
+                raise _mismatch_error(self.layer.name)
         finally:
             self._answers = None
             set_random_state(after, self._like.device)
-        return behind(output, back)
+        return join_exchange(output, back)
 
     def called(self, index: int) -> ReplacedForward:
         """Return the replacement of an expert's forward; checkpointing recomputes the expert's own, if local."""
@@ -99,7 +99,7 @@ class ListedExperts:
                 return given.new_zeros((*given.shape[:-1], self._width), dtype=self._dtype(Form.here(given)))
             if self._answers is not None:
                 if not self._answers[index] or self._answers[index][0].shape[:-1] != given.shape[:-1]:
-                    raise _differs(self.layer.name)
+                    raise _mismatch_error(self.layer.name)
                 return self._answers[index].pop(0)
             raise RuntimeError(
                 f"Expert {index} of {self.layer.name!r} was called outside of {self.layer.runner!r}'s forward, but only"
@@ -126,7 +126,7 @@ class ListedExperts:
         flat = [torch.cat([each.flatten(0, -2) for each in calls]) if calls else like for calls in inputs]
         # -1 if this rank did not call an expert, as opposed to 0 rows: an expert that no rank calls has no gradients.
         counts = torch.tensor([len(rows) if calls else -1 for rows, calls in zip(flat, inputs, strict=True)])
-        told, form = self.peers.tell(self.number, counts.view(self.peers.size, self.each), form)
+        told, form = self.peers.exchange_counts(self.number, counts.view(self.peers.size, self.each), form)
         form = form or Form.here(like)
         like = like.to(form.dtypes[0])
         flat = [rows.to(like.dtype) for rows in flat]
@@ -134,9 +134,9 @@ class ListedExperts:
         sizes = told.clamp(min=0)
         receive = sizes.sum(1).tolist()
         start = anchor(like)
-        rows = travel(joined(torch.cat(flat), start), send, receive, self.peers)
+        rows = all_to_all_with_grad(with_graph_inputs(torch.cat(flat), start), send, receive, self.peers)
         blocks = [block.split(row.tolist()) for block, row in zip(rows.split(receive), sizes, strict=True)]
-        values = self.weights.taken()
+        values = self.weights.full_values()
         with form.entered(like.device.type), self.weights.in_modules(values):
             dtype = self._dtype(form)
             results = [
@@ -144,8 +144,8 @@ class ListedExperts:
                 for index in range(self.each)
             ]
         packed = torch.cat([results[index][rank] for rank in range(self.peers.size) for index in range(self.each)])
-        packed = self.weights.returned(joined(packed, rows), values)
-        return travel(packed, receive, send, self.peers)
+        packed = self.weights.release_after(with_graph_inputs(packed, rows), values)
+        return all_to_all_with_grad(packed, receive, send, self.peers)
 
     def _run(self, index: int, blocks: list[Tensor], called: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         sizes = [len(block) for block in blocks]
@@ -162,7 +162,7 @@ class ListedExperts:
         """Return the dtype of experts' results, also on ranks that run none; determined by one row, the first time."""
         if form not in self._dtypes:
             row = self._like.new_zeros((1, self._like.shape[-1]), dtype=form.dtypes[0])
-            with random_stays(row.device), self.weights.blank():
+            with preserve_random_state(row.device), self.weights.without_values():
                 self._dtypes[form] = self._own_forwards[0](row).dtype
         return self._dtypes[form]
 
@@ -174,20 +174,20 @@ def _split(back: Tensor, inputs: list[list[Tensor]], width: int) -> list[list[Te
     return [[next(parts).view(*given.shape[:-1], width) for given in calls] for calls in inputs]
 
 
-def behind(output: Any, back: Tensor) -> Any:
+def join_exchange(output: Any, back: Tensor) -> Any:
     """Join the exchange to the module's output, so that its backward runs even if this rank has called no expert."""
     first = [True]
 
-    def at_first(leaf: Any) -> Any:
+    def join_first_tensor(leaf: Any) -> Any:
         if first[0] and isinstance(leaf, Tensor) and leaf.is_floating_point():
             first[0] = False
-            return joined(leaf, back)
+            return with_graph_inputs(leaf, back)
         return leaf
 
-    return pytree.tree_map(at_first, output)
+    return pytree.tree_map(join_first_tensor, output)
 
 
-def _differs(name: str) -> RuntimeError:
+def _mismatch_error(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name!r}: the forward that chooses among these experts runs twice when tokens are dispatched, and its second"
         " run called other experts than the first, or with inputs of other shapes. Set"

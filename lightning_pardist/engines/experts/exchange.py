@@ -63,7 +63,7 @@ class Peers:
 
     Args:
         group: The process group; None for a single rank without communication.
-        longest: Maximum number of integers that :meth:`tell` sends to one rank, the same on all ranks.
+        longest: Maximum number of integers that :meth:`exchange_counts` sends to one rank, the same on all ranks.
 
     Attributes:
         size: Number of ranks.
@@ -82,7 +82,7 @@ class Peers:
         self.sent_bytes = 0
 
     @contextmanager
-    def turn(self, layer: int) -> Iterator[None]:
+    def sequenced(self, layer: int) -> Iterator[None]:
         """Context manager around a layer's communication in forward. Collective over an active sequencer's group."""
         if self.sequencer is not None:
             self.sequencer.before(GATHER, self.first_index + layer)
@@ -90,7 +90,7 @@ class Peers:
         if self.sequencer is not None:
             self.sequencer.after()
 
-    def tell(self, layer: int, numbers: Tensor, form: Form | None = None) -> tuple[Tensor, Form | None]:
+    def exchange_counts(self, layer: int, numbers: Tensor, form: Form | None = None) -> tuple[Tensor, Form | None]:
         """Exchange integers with every rank, and check that layers and forms match. Collective over the group.
 
         Args:
@@ -164,17 +164,17 @@ class Peers:
         return parts.flatten(0, 1)
 
 
-def travel(rows: Tensor, send: Sequence[int], receive: Sequence[int], peers: Peers) -> Tensor:
+def all_to_all_with_grad(rows: Tensor, send: Sequence[int], receive: Sequence[int], peers: Peers) -> Tensor:
     """Like :meth:`Peers.all_to_all`, with gradients, which are sent back. Collective in forward and in backward."""
-    result: Tensor = _Travel.run(rows, list(send), list(receive), peers)
+    result: Tensor = _AllToAll.run(rows, list(send), list(receive), peers)
     return result
 
 
-class _Travel(PlainFunction):
+class _AllToAll(PlainFunction):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], peers: Peers) -> Tensor:
         ctx.send, ctx.receive, ctx.peers = send, receive, peers
-        _save_mark(ctx, rows)
+        _save_for_recompute(ctx, rows)
         received = peers.all_to_all(rows.detach(), send, receive)
         return received.clone() if received.data_ptr() == rows.data_ptr() else received
 
@@ -184,20 +184,20 @@ class _Travel(PlainFunction):
         return ctx.peers.all_to_all(grad, ctx.receive, ctx.send), None, None, None
 
 
-def joined(tensor: Tensor, *others: Tensor) -> Tensor:
+def with_graph_inputs(tensor: Tensor, *others: Tensor) -> Tensor:
     """Return ``tensor`` with ``others`` as additional inputs in the autograd graph, which get zero gradients.
 
     So backward runs through ``others`` on every rank, whether or not the tensor was computed from them.
     """
-    result: Tensor = _Joined.run(tensor, *others)
+    result: Tensor = _WithGraphInputs.run(tensor, *others)
     return result
 
 
-class _Joined(PlainFunction):
+class _WithGraphInputs(PlainFunction):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
         ctx.like = [(other.shape, other.dtype, other.device) for other in others]
-        _save_mark(ctx, tensor)
+        _save_for_recompute(ctx, tensor)
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -207,7 +207,7 @@ class _Joined(PlainFunction):
         return grad, *zeros
 
 
-def _save_mark(ctx: Any, like: Tensor) -> None:
+def _save_for_recompute(ctx: Any, like: Tensor) -> None:
     """Save a tensor for backward, only for :func:`_recompute`.
 
     A checkpointed block recomputes its forward when the first of its saved tensors is unpacked, and only as far as the
@@ -227,7 +227,9 @@ def anchor(like: Tensor) -> Tensor:
     return torch.zeros(0, device=like.device, requires_grad=torch.is_grad_enabled())
 
 
-def gathered(runs: Sequence[Sequence[Tensor]], peers: Peers, *, stacked: bool) -> tuple[list[list[Tensor]], Tensor]:
+def all_gather_weights(
+    runs: Sequence[Sequence[Tensor]], peers: Peers, *, stacked: bool
+) -> tuple[list[list[Tensor]], Tensor]:
     """All-gather the weights of all experts from those of each rank's. Collective in forward and in backward.
 
     In backward every rank gets the sum of all ranks' gradients of its own weights, or None where no rank has any.
@@ -253,7 +255,7 @@ class _Gathered(PlainFunction):
         ctx: Any, peers: Peers, lengths: list[int], stacked: bool, start: Tensor, *locals_: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.peers, ctx.lengths, ctx.stacked = peers, lengths, stacked
-        _save_mark(ctx, start)
+        _save_for_recompute(ctx, start)
         ctx.like = [tensor.new_empty(0) for tensor in locals_]
         ctx.shapes = [tensor.shape for tensor in locals_]
         ctx.set_materialize_grads(False)

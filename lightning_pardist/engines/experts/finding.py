@@ -49,7 +49,7 @@ class ExpertLayer:
         inputs: For lists, the arguments of the first member that was called.
         output: For lists, that member's result; for stacked parameters, the runner's.
         outside: Whether experts of a list are called outside of any module's forward.
-        why_whole: Reason why they cannot be distributed; empty if they can.
+        unsplit_reason: Reason why they cannot be distributed; empty if they can.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ExpertLayer:
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     output: Any = None
     outside: bool = False
-    why_whole: str = ""
+    unsplit_reason: str = ""
 
     def forget_batch(self) -> None:
         """Release the tensors of the batch with which the layer was found."""
@@ -126,8 +126,8 @@ def find_layers(
         before = next((each for each in found.values() if each.runner == layer.runner), None)
         around = next((each.name for each in found.values() if layer.name.startswith(f"{each.name}.")), None)
         if around is not None:
-            layer.why_whole = f"they are parts of the experts {around!r}"
-        elif layer.why_whole:
+            layer.unsplit_reason = f"they are parts of the experts {around!r}"
+        elif layer.unsplit_reason:
             pass
         elif before is None:
             found[layer.name] = layer
@@ -135,8 +135,8 @@ def find_layers(
             # One expert has parts in several lists, such as lists of first and of second linear layers.
             before.lists += layer.lists
         else:
-            layer.why_whole = f"{layer.runner!r} also computes with {before.name!r}, which are distributed"
-        if left is not None and layer.why_whole:
+            layer.unsplit_reason = f"{layer.runner!r} also computes with {before.name!r}, which are distributed"
+        if left is not None and layer.unsplit_reason:
             left.append(layer)
     return list(found.values())
 
@@ -255,7 +255,7 @@ class _Watch:
         if not any(own[key].dim() >= 3 for key in names):
             if not others:
                 return None
-            layer.why_whole = " and ".join(sorted(others))
+            layer.unsplit_reason = " and ".join(sorted(others))
         return layer
 
     def listed(self, name: str, child: nn.ModuleList) -> ExpertLayer | None:
@@ -264,7 +264,7 @@ class _Watch:
         callers = {caller for member in members for caller in self.seen[member].callers}
         if len(members) < 2 or not callers:
             return None
-        why = _why_unequal(child)
+        why = _unequal_reason(child)
         if not why and any(id(parameter) in self.tied for parameter in child.parameters()):
             why = "some of their parameters are tied: the module has them in several places"
         if not why and len(callers) > 1:
@@ -272,7 +272,7 @@ class _Watch:
         called = [member for member in members if self.seen[member].call is not None]
         runner = sorted(callers, key=lambda caller: caller or "")[0]
         if why:
-            return ExpertLayer(name, runner or "", len(members), lists=(name,), why_whole=why)
+            return ExpertLayer(name, runner or "", len(members), lists=(name,), unsplit_reason=why)
         first = self.seen[called[0]]
         # If no module's forward is running, the step itself calls them.
         call = ((), {}) if runner is None else self.seen[runner].call
@@ -316,10 +316,10 @@ class _Functions(TorchFunctionMode):
 
 def _equal_parts(modules: nn.ModuleList) -> bool:
     """Return whether there are several members, with own parameters of equal names and shapes, and no buffers."""
-    return len(modules) > 1 and not _why_unequal(modules)
+    return len(modules) > 1 and not _unequal_reason(modules)
 
 
-def _why_unequal(modules: nn.ModuleList) -> str:
+def _unequal_reason(modules: nn.ModuleList) -> str:
     """Return the reason why members cannot be distributed over ranks; empty if they can."""
     shapes = [[(key, tuple(p.shape), p.dtype) for key, p in member.named_parameters()] for member in modules]
     if not shapes[0] or any(each != shapes[0] for each in shapes):

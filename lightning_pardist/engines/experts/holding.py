@@ -13,13 +13,20 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.modules import own_parameters
-from lightning_pardist.engines.common.parameter_traits import take_place
+from lightning_pardist.engines.common.parameter_traits import copy_traits
 from lightning_pardist.engines.experts.finding import ExpertLayer
 from lightning_pardist.engines.experts.layer_weights import LayerWeights, places_of
 from lightning_pardist.engines.experts.sharding import STACKED_DIM, ExpertSharding, ShardedWeights
 from lightning_pardist.engines.pipeline.remote_parameter import RemoteParameter
-from lightning_pardist.engines.tensor.parallelize import whole_tensor
-from lightning_pardist.local_tensors import is_over, own_part, own_shape, sharded_axes, tensor_axis, whole_over_data
+from lightning_pardist.engines.tensor.parallelize import to_full_tensor
+from lightning_pardist.local_tensors import (
+    gather_over_data,
+    is_over,
+    local_shard,
+    sharded_axes,
+    tensor_axis,
+    tensor_shard_shape,
+)
 from lightning_pardist.mesh import EXPERT_AXIS
 
 
@@ -70,7 +77,7 @@ class HeldExperts:
                 split: Tensor = DTensor.from_local(local.clone().contiguous(), self.mesh, [Shard(0)], run_check=False)
             else:
                 split = self.sharding.stacked(whole, local)
-            table[name] = parameter = take_place(nn.Parameter(split, requires_grad=whole.requires_grad), whole)
+            table[name] = parameter = copy_traits(nn.Parameter(split, requires_grad=whole.requires_grad), whole)
             self.parameters.add(parameter)
 
     def _take_lists(self, layer: ExpertLayer) -> None:
@@ -85,7 +92,7 @@ class HeldExperts:
                         self.parameters.add(self._shard(full, parameter))
                     else:
                         what = f"{full!r}, which rank {owner} of the expert group holds"
-                        self._elsewhere[full] = _stand_in(parameter, what)
+                        self._elsewhere[full] = _remote_placeholder(parameter, what)
                         self._put(full, self._elsewhere[full])
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
@@ -97,7 +104,7 @@ class HeldExperts:
         split = parameter if self.sharding is None else self.sharding.listed(parameter)
         if split is parameter:
             return parameter
-        made = take_place(nn.Parameter(split, requires_grad=parameter.requires_grad), parameter)
+        made = copy_traits(nn.Parameter(split, requires_grad=parameter.requires_grad), parameter)
         self._put(name, made)
         return made
 
@@ -111,10 +118,10 @@ class HeldExperts:
             places = [(runner, name) for name in layer.stacked]
         if self.sharding is None:
             return LayerWeights(places)
-        shapes = [own_shape(own_parameters(owner)[name]) for owner, name in places]  # type: ignore[arg-type]
+        shapes = [tensor_shard_shape(own_parameters(owner)[name]) for owner, name in places]  # type: ignore[arg-type]
         return ShardedWeights(places, self.sharding, shapes, first_dim=STACKED_DIM if layer.stacked else 0)
 
-    def knows(self, parameter: nn.Parameter) -> bool:
+    def is_expert_parameter(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter belongs to an expert, on this rank or another; equal on all ranks."""
         return parameter in self.parameters or any(parameter is each for each in self._elsewhere.values())
 
@@ -172,11 +179,11 @@ class HeldExperts:
             if name in self.owner:
                 whole = self._broadcast(name, self._over_shards(parameter))
             elif isinstance(parameter, DTensor) and parameter in self.parameters:
-                whole = nn.Parameter(whole_tensor(self._over_shards(parameter)).clone(), parameter.requires_grad)
+                whole = nn.Parameter(to_full_tensor(self._over_shards(parameter)).clone(), parameter.requires_grad)
             else:
                 continue
             if whole is not parameter:
-                replaced[parameter] = take_place(whole, parameter)
+                replaced[parameter] = copy_traits(whole, parameter)
                 self._put(name, whole)
         return replaced
 
@@ -186,8 +193,10 @@ class HeldExperts:
         if not isinstance(parameter, DTensor):
             return parameter
         if sharded_axes(parameter):
-            return nn.Parameter(whole_over_data(parameter), parameter.requires_grad)
-        return parameter if tensor_axis(parameter) is not None else nn.Parameter(own_part(parameter).detach().clone())
+            return nn.Parameter(gather_over_data(parameter), parameter.requires_grad)
+        return (
+            parameter if tensor_axis(parameter) is not None else nn.Parameter(local_shard(parameter).detach().clone())
+        )
 
     def _broadcast(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         group = self.mesh.get_group()
@@ -209,7 +218,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
-def _stand_in(parameter: nn.Parameter, what: str) -> RemoteParameter:
+def _remote_placeholder(parameter: nn.Parameter, what: str) -> RemoteParameter:
     meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     made = RemoteParameter(meta, parameter.requires_grad, what=what)
-    return take_place(made, parameter)
+    return copy_traits(made, parameter)

@@ -33,12 +33,12 @@ class LayerWeights:
     def __init__(self, places: Sequence[Place]) -> None:
         self.places = list(places)
 
-    def taken(self) -> list[Tensor]:
+    def full_values(self) -> list[Tensor]:
         """Return the full values, with gradients. Collective in forward and in backward if they are sharded."""
         return [_part(own_parameters(owner)[name]) for owner, name in self.places]
 
-    def returned(self, result: Tensor, values: Sequence[Tensor]) -> Tensor:
-        """Return a result computed from :meth:`taken` values, which may be freed until backward reaches the result."""
+    def release_after(self, result: Tensor, values: Sequence[Tensor]) -> Tensor:
+        """Return a result computed from :meth:`full_values` values; they may be freed until its backward."""
         return result
 
     @contextmanager
@@ -47,19 +47,21 @@ class LayerWeights:
         yield
 
     @contextmanager
-    def blank(self) -> Iterator[None]:
+    def without_values(self) -> Iterator[None]:
         """Context in which the modules can run without gathered values, to determine the form of a result."""
         yield
 
 
-def in_place(module: nn.Module, values: dict[str, Tensor], attributes: dict[str, Any]) -> AbstractContextManager[None]:
+def with_parameters(
+    module: nn.Module, values: dict[str, Tensor], attributes: dict[str, Any]
+) -> AbstractContextManager[None]:
     """Replace a module's parameters and attributes inside, and in recomputations of functions checkpointed inside."""
     entries = [(own_parameters(module), name, value) for name, value in values.items()]
     return _inside([*entries, *((vars(module), name, value) for name, value in attributes.items())])
 
 
-def all_in_place(places: Sequence[Place], values: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Like :func:`in_place`, for parameters of several modules."""
+def with_expert_parameters(places: Sequence[Place], values: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Like :func:`with_parameters`, for parameters of several modules."""
     return _inside([(own_parameters(owner), name, value) for (owner, name), value in zip(places, values, strict=True)])
 
 
@@ -86,7 +88,7 @@ def _inside(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None
 
 def without_reentrant() -> AbstractContextManager[None]:
     """Reject reentrant checkpointing inside: it reruns a function as a step of its own, after the weights are gone."""
-    return patches.refused_reentrant(
+    return patches.refuse_reentrant(
         "Experts are checkpointed with use_reentrant=True, which runs them again when their weights are gone"
         " from their modules. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
     )

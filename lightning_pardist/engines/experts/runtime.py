@@ -17,7 +17,7 @@ from lightning_pardist.engines.experts.calls import ListedExperts
 from lightning_pardist.engines.experts.exchange import Peers
 from lightning_pardist.engines.experts.finding import ExpertLayer
 from lightning_pardist.engines.experts.holding import HeldExperts
-from lightning_pardist.engines.experts.layer_weights import all_in_place, places_of
+from lightning_pardist.engines.experts.layer_weights import places_of, with_expert_parameters
 from lightning_pardist.engines.experts.stacked import StackedExperts
 from lightning_pardist.engines.experts.trial import Choice
 from lightning_pardist.engines.experts.weights import GatheredExperts
@@ -65,7 +65,7 @@ class ExpertRuntime:
         self.layers, self.choices = tuple(layers), tuple(choices)
         self.runners: list[Runner] = []
         self._sequencer = self.peers.sequencer = CollectiveSequencer(group, group)
-        self._sequencer.join = lambda kind, index: self.answer(index)
+        self._sequencer.join = lambda kind, index: self.join_collective(index)
         self._is_shared = False
         self._in_parts = in_parts
         self._before: list[tuple[nn.Module, Any]] = []
@@ -104,7 +104,7 @@ class ExpertRuntime:
         vars(module)["forward"] = forward
 
     @torch.no_grad()
-    def answer(self, index: int) -> None:
+    def join_collective(self, index: int) -> None:
         """Take part, in evaluation, in a layer for which this rank has no batch. Collective over the group."""
         self.runners[index].run_empty()
 
@@ -114,7 +114,7 @@ class ExpertRuntime:
         Two sequencers would deadlock: a rank that has nothing left to do serves one of them at a time.
 
         Args:
-            sequencer: Sequencer over ranks that include this rank's group; it calls :meth:`answer`.
+            sequencer: Sequencer over ranks that include this rank's group; it calls :meth:`join_collective`.
             first_index: Index of the first layer in its numbering.
         """
         self.peers.sequencer, self.peers.first_index, self._is_shared = sequencer, first_index, True
@@ -129,7 +129,7 @@ class ExpertRuntime:
             self._sequencer.wait_for_all()
             self._sequencer.active = False
 
-    def meet(self) -> None:
+    def join_until_all(self) -> None:
         """Take part in layers that other ranks run until all have called this. Call right before another collective."""
         if self._sequencer.active:
             self._sequencer.wait_for_all()
@@ -204,6 +204,6 @@ def _enter_others(layer: ExpertLayer, module: nn.Module) -> Callable[..., Abstra
         found = [(place, own_parameters(place[0])[place[1]]) for place in others]
         # DTensors are another engine's shards, which it gathers itself.
         plain = [(place, value) for place, value in found if value is not None and not isinstance(value, DTensor)]
-        return all_in_place([place for place, _ in plain], [function(value) for _, value in plain])
+        return with_expert_parameters([place for place, _ in plain], [function(value) for _, value in plain])
 
     return enter

@@ -28,9 +28,14 @@ from lightning_pardist.collectives import as_bytes, reduce_scatter_flat
 from lightning_pardist.compat.autograd import current_backward
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.slice_exchange import exchanges_directly, scatter_slices
-from lightning_pardist.engines.experts.layer_weights import LayerWeights, Place, all_in_place, without_reentrant
+from lightning_pardist.engines.experts.layer_weights import (
+    LayerWeights,
+    Place,
+    with_expert_parameters,
+    without_reentrant,
+)
 from lightning_pardist.engines.tensor.regions import PlainFunction
-from lightning_pardist.local_tensors import own_part, wrapped_like
+from lightning_pardist.local_tensors import local_shard, wrap_like
 
 #: Mesh axis over which experts are sharded; over the others they are replicated.
 SHARD_AXIS = "data_shard"
@@ -152,13 +157,13 @@ class ShardedWeights(LayerWeights):
         self._dims = [None if alone else shard_dim(each, sharding.size, first_dim) for each in whole]
         self._dtypes = [own_parameters(owner)[name].dtype for owner, name in self.places]  # type: ignore[union-attr]
 
-    def taken(self) -> list[Tensor]:
+    def full_values(self) -> list[Tensor]:
         """Return the values gathered over the ranks that share them."""
         parameters: list[Any] = [own_parameters(owner)[name] for owner, name in self.places]
         # Not by to_local(), which in torch 2.11 replaces a missing gradient by zeros.
         return list(_Taken.run(self, *parameters))
 
-    def returned(self, result: Tensor, values: Sequence[Tensor]) -> Tensor:
+    def release_after(self, result: Tensor, values: Sequence[Tensor]) -> Tensor:
         """Free the values until backward reaches the result."""
         if not torch.is_grad_enabled():
             return result
@@ -172,13 +177,13 @@ class ShardedWeights(LayerWeights):
     @contextmanager
     def in_modules(self, values: Sequence[Tensor]) -> Iterator[None]:
         """Context in which the values replace the parameters."""
-        with without_reentrant(), all_in_place(self.places, values):
+        with without_reentrant(), with_expert_parameters(self.places, values):
             yield
 
     @contextmanager
-    def blank(self) -> Iterator[None]:
+    def without_values(self) -> Iterator[None]:
         """Context in which zeros replace the parameters."""
-        like = [own_part(own_parameters(owner)[name]) for owner, name in self.places]  # type: ignore[arg-type]
+        like = [local_shard(own_parameters(owner)[name]) for owner, name in self.places]  # type: ignore[arg-type]
         zeros = [
             each.new_zeros(shape, dtype=self._computes(i))
             for i, (each, shape) in enumerate(zip(like, self._shapes, strict=True))
@@ -239,7 +244,7 @@ class ShardedWeights(LayerWeights):
         """Gather freed values again, into their own memory. Collective over the shard group if they were freed."""
         if self.sharding.size == 1 or all(value.untyped_storage().size() for value in values if value.numel()):
             return
-        for value, fresh in zip(values, self.gathered(super().taken()), strict=True):
+        for value, fresh in zip(values, self.gathered(super().full_values()), strict=True):
             value.untyped_storage().resize_(fresh.untyped_storage().size())
             # By .data, which has its own version counter: backward must not detect a change of saved tensors.
             value.data.copy_(fresh)
@@ -285,7 +290,7 @@ class ShardedWeights(LayerWeights):
         """Return each rank's slice of a gradient, shape ``[ranks, slice]``; all of it if the parameter is unsharded."""
         size, dim = self.sharding.size, self._dims[i]
         if gradient is None:
-            like = own_part(own_parameters(self.places[i][0])[self.places[i][1]])  # type: ignore[arg-type]
+            like = local_shard(own_parameters(self.places[i][0])[self.places[i][1]])  # type: ignore[arg-type]
             return torch.zeros((size, self._slice_numel(i)), dtype=dtype, device=like.device)
         gradient = gradient.to(dtype)
         if dim is None:
@@ -327,7 +332,7 @@ class ShardedWeights(LayerWeights):
 class _Taken(PlainFunction):
     @staticmethod
     def forward(ctx: Any, weights: ShardedWeights, *parameters: Tensor) -> tuple[Tensor, ...]:
-        shards = [own_part(parameter) for parameter in parameters]
+        shards = [local_shard(parameter) for parameter in parameters]
         ctx.weights, ctx.parameters = weights, parameters
         ctx.set_materialize_grads(False)
         # For checkpointed blocks, see exchange.py.
@@ -344,7 +349,7 @@ class _Taken(PlainFunction):
         _ = ctx.saved_tensors
         own = ctx.weights.reduced(gradients, ctx.needs_input_grad[1:])
         pairs = zip(own, ctx.parameters, strict=True)
-        return None, *(None if grad is None else wrapped_like(grad, parameter) for grad, parameter in pairs)
+        return None, *(None if grad is None else wrap_like(grad, parameter) for grad, parameter in pairs)
 
 
 class _Returned(PlainFunction):

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.autograd import current_backward
-from lightning_pardist.engines.common.devices import numbers_on, random_stays
-from lightning_pardist.engines.experts.exchange import Form, Peers, anchor, joined, travel
+from lightning_pardist.engines.common.devices import numbers_on, preserve_random_state
+from lightning_pardist.engines.experts.exchange import Form, Peers, all_to_all_with_grad, anchor, with_graph_inputs
 from lightning_pardist.engines.experts.finding import ExpertLayer
-from lightning_pardist.engines.experts.layer_weights import LayerWeights, in_place, without_reentrant
+from lightning_pardist.engines.experts.layer_weights import LayerWeights, with_parameters, without_reentrant
 from lightning_pardist.engines.tensor.rows import Arguments
 
 
@@ -51,7 +51,7 @@ _MODES = (bool, str, type(None))
 _OTHER = -1
 
 
-def stays(route: StackedRoute, call: Arguments) -> list[tuple[int, Any]]:
+def undispatched_arguments(route: StackedRoute, call: Arguments) -> list[tuple[int, Any]]:
     """Return the arguments that are not dispatched and may depend on a rank's samples, with their leaf indices."""
     travelling = {route.index, *route.weights, *route.tokens}
     leaves = enumerate(pytree.tree_leaves(call))
@@ -60,7 +60,7 @@ def stays(route: StackedRoute, call: Arguments) -> list[tuple[int, Any]]:
 
 def _digest(route: StackedRoute, call: Arguments) -> int:
     """Return a checksum that differs between calls whose tokens cannot be computed together; ``_OTHER`` if none can."""
-    if stays(route, call):
+    if undispatched_arguments(route, call):
         return _OTHER
     leaves = pytree.tree_leaves(call)
     modes = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, _MODES)]
@@ -126,7 +126,7 @@ def run_pairs(
     args, kwargs = replaced(call, changed)
     here = next(iter(parameters.values())).shape[0]
     attributes = {**dict.fromkeys(route.choices, 1), **dict.fromkeys(route.counts, here)}
-    with in_place(module, parameters, attributes):
+    with with_parameters(module, parameters, attributes):
         result = forward(*args, **kwargs)
     if not isinstance(result, Tensor) or result.shape[:dims] != shape:
         raise TypeError("the result is not one row for each token")
@@ -186,7 +186,7 @@ class StackedExperts:
         """Replacement for the module's ``forward``. Collective over the expert group, in forward and in backward."""
         leaves = pytree.tree_leaves((args, kwargs))
         form = Form.here(*(leaves[i] for i in (*self.route.tokens, *self.route.weights)))
-        with self.peers.turn(self.number):
+        with self.peers.sequenced(self.number):
             return self._run((args, kwargs), form)
 
     def _run(self, call: Arguments, form: Form | None) -> Tensor:
@@ -195,7 +195,7 @@ class StackedExperts:
         places = index.shape[:-1]
         sent = self._dispatch(index.reshape(math.prod(places), index.shape[-1]), self.layer.count, self.peers.size)
         digests = torch.full((self.peers.size, 1), _digest(self.route, call))
-        told, form = self.peers.tell(self.number, torch.cat([sent.numbers, digests], dim=1), form)
+        told, form = self.peers.exchange_counts(self.number, torch.cat([sent.numbers, digests], dim=1), form)
         self._check(told[:, 2])
         rows, pairs = told[:, 0].tolist(), told[:, 1].tolist()
         form = form or Form.here(*(leaves[i] for i in (*self.route.tokens, *self.route.weights)))
@@ -204,7 +204,9 @@ class StackedExperts:
         start = anchor(leaves[self.route.tokens[0]])
         tokens = [self._arrived(leaves[i], sent, rows, start) for i in self.route.tokens]
         weights = [
-            travel(joined(leaves[i].reshape(-1)[sent.pairs], start), sent.pairs_to, pairs, self.peers)
+            all_to_all_with_grad(
+                with_graph_inputs(leaves[i].reshape(-1)[sent.pairs], start), sent.pairs_to, pairs, self.peers
+            )
             for i in self.route.weights
         ]
         about = self.peers.all_to_all(sent.about, sent.pairs_to, pairs)
@@ -213,9 +215,9 @@ class StackedExperts:
         row = about[:, 0] + first.repeat_interleave(of_rank, output_size=len(about))
         with form.entered(index.device.type):
             result = self._computed(call, form, row, about[:, 1], tokens, weights)
-        back = travel(result, rows, sent.rows_to, self.peers)
+        back = all_to_all_with_grad(result, rows, sent.rows_to, self.peers)
         whole = back.new_zeros((sent.tokens, *back.shape[1:])).index_add(0, sent.rows, back)
-        return joined(whole.reshape(*places, *self._tail))
+        return with_graph_inputs(whole.reshape(*places, *self._tail))
 
     def run_empty(self) -> None:
         """Take part in a layer that other ranks run, with no tokens and in the form of theirs. Collective."""
@@ -232,28 +234,28 @@ class StackedExperts:
 
     def _arrived(self, tokens: Tensor, sent: _Dispatch, rows: list[int], start: Tensor) -> Tensor:
         flat = tokens.reshape(sent.tokens, math.prod(tokens.shape[self._dims :]))
-        return travel(joined(flat[sent.rows], start), sent.rows_to, rows, self.peers)
+        return all_to_all_with_grad(with_graph_inputs(flat[sent.rows], start), sent.rows_to, rows, self.peers)
 
     def _computed(
         self, call: Arguments, form: Form, row: Tensor, index: Tensor, tokens: list[Tensor], weights: list[Tensor]
     ) -> Tensor:
         """Return the sum over experts for each received token, shape ``[received, ...]``."""
-        values = self.weights.taken()
+        values = self.weights.full_values()
         parameters = dict(zip(self.layer.stacked, values, strict=True))
         shapes = [pytree.tree_leaves(call)[i].shape[self._dims :] for i in self.route.tokens]
         dtype = self._dtype(call, form, parameters, shapes, index.device)
         out = tokens[0].new_zeros((len(tokens[0]), math.prod(self._tail)), dtype=dtype)
         if not len(row):
             # The experts get zero gradients, like experts that no token chooses on a single process.
-            return self.weights.returned(joined(out, *tokens, *weights, *values), values)
+            return self.weights.release_after(with_graph_inputs(out, *tokens, *weights, *values), values)
         if current_backward() is None:
             # Do not count the recomputation of a checkpointed forward in backward.
             self.load = self.load.to(index.device).index_add_(0, index, torch.ones_like(index))
         of_pairs = [t[row].reshape(len(row), *shape) for t, shape in zip(tokens, shapes, strict=True)]
         with without_reentrant():
             result = run_pairs(self.module, self.forward, self.route, call, parameters, (index, of_pairs, weights))
-        out = joined(out.index_add(0, row, result.flatten(1).to(dtype)), *tokens, *weights)
-        return self.weights.returned(out, values)
+        out = with_graph_inputs(out.index_add(0, row, result.flatten(1).to(dtype)), *tokens, *weights)
+        return self.weights.release_after(out, values)
 
     @torch.no_grad()
     def _dtype(
@@ -270,7 +272,7 @@ class StackedExperts:
             tokens = [torch.zeros(1, *shape, dtype=next(dtypes), device=device) for shape in shapes]
             weights = [torch.zeros(1, dtype=dtype, device=device) for dtype in dtypes]
             index = torch.zeros(1, dtype=torch.int64, device=device)
-            with random_stays(device):
+            with preserve_random_state(device):
                 row = run_pairs(self.module, self.forward, self.route, call, parameters, (index, tokens, weights))
             self._dtypes[form] = row.dtype
         return self._dtypes[form]

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.modules import has_run_hooks, own_parameters
-from lightning_pardist.engines.common.devices import device_in_use, random_stays
+from lightning_pardist.engines.common.devices import device_in_use, preserve_random_state
 from lightning_pardist.engines.experts.calls import ListedExperts
 from lightning_pardist.engines.experts.exchange import Peers
 from lightning_pardist.engines.experts.finding import ExpertLayer
 from lightning_pardist.engines.experts.footprint import Footprint
-from lightning_pardist.engines.experts.layer_weights import LayerWeights, all_in_place
+from lightning_pardist.engines.experts.layer_weights import LayerWeights, with_expert_parameters
 from lightning_pardist.engines.experts.stacked import (
     StackedRoute,
     replaced,
     routes,
     run_pairs,
-    stays,
+    undispatched_arguments,
 )
 from lightning_pardist.engines.tensor.rows import Arguments, Rows
 
@@ -37,7 +37,7 @@ _LOW_PRECISION = 0.1
 _ROWS = 16384
 
 
-class CannotTravelError(Exception):
+class CannotDispatchError(Exception):
     """Raised if tokens of a layer cannot be dispatched, with the reason."""
 
 
@@ -85,7 +85,7 @@ def choose_routes(
             continue
         try:
             found.append(_tried(module, layer, size))
-        except CannotTravelError as problem:
+        except CannotDispatchError as problem:
             if dispatch == "tokens":
                 raise ValueError(
                     f"expert_dispatch='tokens' does not work for the experts {layer.name!r}: {problem}. Set 'auto' or"
@@ -118,7 +118,7 @@ def assume_routes(module: nn.Module, layers: Sequence[ExpertLayer], *, dispatch:
 
 def _tried(module: nn.Module, layer: ExpertLayer, size: int) -> Choice:
     runner = module.get_submodule(layer.runner)
-    with random_stays(device_in_use()), torch.enable_grad(), _drawn_parameters(runner, layer, module):
+    with preserve_random_state(device_in_use()), torch.enable_grad(), _random_parameters(runner, layer, module):
         if layer.stacked:
             return Choice("tokens", _stacked_route(runner, layer, size))
         _try_lists(module, runner, layer)
@@ -130,21 +130,21 @@ def _tried(module: nn.Module, layer: ExpertLayer, size: int) -> Choice:
 
 def _stacked_route(runner: nn.Module, layer: ExpertLayer, size: int) -> StackedRoute:
     if not isinstance(layer.output, Tensor):
-        raise CannotTravelError("their module does not return a tensor")
+        raise CannotDispatchError("their module does not return a tensor")
     _refuse_hooks([child for child in runner.modules() if child is not runner], layer.runner)
     problem = "their module is not called with tokens and the indices of their experts"
     before = Footprint(runner)
     for route in routes(layer, runner):
-        if own := stays(route, layer.call):
+        if own := undispatched_arguments(route, layer.call):
             kinds = ", ".join(sorted({type(leaf).__name__ for _, leaf in own}))
             problem = f"their module has other arguments, which may differ between ranks and are not sent ({kinds})"
             continue
-        call = _drawn_call(layer, route)
+        call = _random_call(layer, route)
         try:
             expected = _results(runner, lambda: runner.forward(*call[0], **call[1]), call)  # noqa: B023
             left_behind = before != Footprint(runner)
-            found = _results(runner, lambda: _in_parts(runner, layer, route, call, size), call)  # noqa: B023
-            lonely = _rows_are_lonely(runner, layer, route, call, size)
+            found = _results(runner, lambda: _run_rank_by_rank(runner, layer, route, call, size), call)  # noqa: B023
+            lonely = _rows_are_independent(runner, layer, route, call, size)
         except Exception as error:
             problem = f"their forward fails when it has only some of them ({type(error).__name__}: {error})"
             continue
@@ -156,10 +156,10 @@ def _stacked_route(runner: nn.Module, layer: ExpertLayer, size: int) -> StackedR
             problem = "their forward changes buffers, attributes or globals, which would depend on other ranks' tokens"
         else:
             return route
-    raise CannotTravelError(problem)
+    raise CannotDispatchError(problem)
 
 
-def _drawn_call(layer: ExpertLayer, route: StackedRoute) -> Arguments:
+def _random_call(layer: ExpertLayer, route: StackedRoute) -> Arguments:
     """Return arguments of the first call's shapes with random values; experts have unequal counts, and one has none."""
     leaves = pytree.tree_leaves(layer.call)
     index = leaves[route.index]
@@ -176,7 +176,9 @@ def _drawn_call(layer: ExpertLayer, route: StackedRoute) -> Arguments:
 
 
 @torch.no_grad()
-def _rows_are_lonely(runner: nn.Module, layer: ExpertLayer, route: StackedRoute, call: Arguments, size: int) -> bool:
+def _rows_are_independent(
+    runner: nn.Module, layer: ExpertLayer, route: StackedRoute, call: Arguments, size: int
+) -> bool:
     """Return whether each row's result is independent of the other rows, for one expert and for several."""
     leaves = pytree.tree_leaves(call)
     places, dims, each = leaves[route.index].shape[:-1].numel(), leaves[route.index].dim() - 1, layer.count // size
@@ -202,10 +204,10 @@ def _rows_are_lonely(runner: nn.Module, layer: ExpertLayer, route: StackedRoute,
 
 def _refuse_hooks(children: Sequence[nn.Module], runner: str) -> None:
     if any(has_run_hooks(child) for child in children):
-        raise CannotTravelError(f"modules inside of {runner!r} have hooks, which would run twice or on another rank")
+        raise CannotDispatchError(f"modules inside of {runner!r} have hooks, which would run twice or on another rank")
 
 
-def _in_parts(runner: nn.Module, layer: ExpertLayer, route: StackedRoute, call: Arguments, size: int) -> Tensor:
+def _run_rank_by_rank(runner: nn.Module, layer: ExpertLayer, route: StackedRoute, call: Arguments, size: int) -> Tensor:
     """Return the combined result of all ranks, computed one rank after another."""
     leaves = pytree.tree_leaves(call)
     index, each = leaves[route.index], layer.count // size
@@ -224,7 +226,7 @@ def _in_parts(runner: nn.Module, layer: ExpertLayer, route: StackedRoute, call: 
         part = result.new_zeros(places.numel(), *result.shape[1:]).index_add(0, token, result)
         total = part if total is None else total + part
     if total is None:
-        raise CannotTravelError("no expert was chosen")
+        raise CannotDispatchError("no expert was chosen")
     return total.reshape(*places, *total.shape[1:])
 
 
@@ -234,15 +236,15 @@ def _in_parts(runner: nn.Module, layer: ExpertLayer, route: StackedRoute, call: 
 def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None:
     given = pytree.tree_leaves(layer.inputs)
     if len(layer.lists) > 1:
-        raise CannotTravelError(f"an expert is in several lists, {' and '.join(layer.lists)}")
+        raise CannotDispatchError(f"an expert is in several lists, {' and '.join(layer.lists)}")
     if len(given) != 1 or len(layer.inputs[0]) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
-        raise CannotTravelError("an expert is called with something other than a single tensor of rows")
+        raise CannotDispatchError("an expert is called with something other than a single tensor of rows")
     if not isinstance(layer.output, Tensor) or layer.output.shape[:-1] != given[0].shape[:-1]:
-        raise CannotTravelError("an expert does not return a tensor with one row for each row of its input")
+        raise CannotDispatchError("an expert does not return a tensor with one row for each row of its input")
     experts = [parts[0] for parts in layer.experts(module)]
     others = sum(p.numel() for p in runner.parameters()) - sum(p.numel() for e in experts for p in e.parameters())
     if others > sum(p.numel() for e in experts for p in e.parameters()):
-        raise CannotTravelError(
+        raise CannotDispatchError(
             f"{layer.runner!r}, which calls them and would run twice, has more parameters outside of the experts than"
             " in them"
         )
@@ -261,9 +263,9 @@ def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None
             state = Footprint(runner)
             again = _results(runner, lambda: runner.forward(*call[0], **call[1]), call)
         except RuntimeError as error:
-            raise CannotTravelError(f"{layer.runner!r}, which calls them, fails by itself ({error})") from error
+            raise CannotDispatchError(f"{layer.runner!r}, which calls them, fails by itself ({error})") from error
         if not _same(again, expected) or state != Footprint(runner):
-            raise CannotTravelError(
+            raise CannotDispatchError(
                 f"{layer.runner!r}, which calls them, gives another result, or changes its state, when it runs twice"
             )
         for index, expert in enumerate(experts):
@@ -271,11 +273,11 @@ def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None
         try:
             found = _results(runner, lambda: rehearsed(*call[0], **call[1]), call)
         except Exception as error:
-            raise CannotTravelError(
+            raise CannotDispatchError(
                 f"the forward that calls them fails without their results ({type(error).__name__}: {error})"
             ) from error
     if not _same(found, expected):
-        raise CannotTravelError("the inputs of some experts depend on the results of others")
+        raise CannotDispatchError("the inputs of some experts depend on the results of others")
 
 
 def _try_rows(experts: Sequence[nn.Module], given: Tensor) -> None:
@@ -286,9 +288,9 @@ def _try_rows(experts: Sequence[nn.Module], given: Tensor) -> None:
         whole = experts[0](rows)
         parts = torch.cat([experts[0](rows[:2]), experts[0](rows[2:])])
     except Exception as error:
-        raise CannotTravelError(f"an expert does not run on rows ({type(error).__name__}: {error})") from error
+        raise CannotDispatchError(f"an expert does not run on rows ({type(error).__name__}: {error})") from error
     if whole.shape != parts.shape or not _close(parts, whole):
-        raise CannotTravelError("an expert's result for a row depends on other rows")
+        raise CannotDispatchError("an expert's result for a row depends on other rows")
 
 
 @contextmanager
@@ -314,9 +316,9 @@ def _rows(module: nn.Module, layer: ExpertLayer, choice: Choice) -> Rows | None:
     first = next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1), None)
     runner = module.get_submodule(layer.runner)
     with ExitStack() as stack:
-        stack.enter_context(random_stays(device_in_use()))
+        stack.enter_context(preserve_random_state(device_in_use()))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_drawn_parameters(runner, layer, module))
+        stack.enter_context(_random_parameters(runner, layer, module))
         for expert in (child for parts in layer.experts(module) for child in parts):
             stack.callback(expert.train, expert.training)
             expert.eval()
@@ -324,7 +326,7 @@ def _rows(module: nn.Module, layer: ExpertLayer, choice: Choice) -> Rows | None:
             try:
                 if (found := _rows_along(runner, layer.call, first.shape[:places])) is not None:  # type: ignore[union-attr]
                     return found
-            except (RuntimeError, ValueError, TypeError, IndexError, CannotTravelError):
+            except (RuntimeError, ValueError, TypeError, IndexError, CannotDispatchError):
                 # The forward does not support other shapes.
                 continue
     return None
@@ -339,13 +341,13 @@ def _rows_along(runner: nn.Module, call: Arguments, shape: torch.Size) -> Rows |
     """Return rows along the first dims if results and gradients computed in two parts equal those of all rows."""
     places = len(shape)
     having = [i for i, t in enumerate(pytree.tree_leaves(call)) if isinstance(t, Tensor) and t.shape[:places] == shape]
-    drawn = pytree.tree_map(_drawn_like, call)
+    drawn = pytree.tree_map(_random_like, call)
     given = pytree.tree_leaves(drawn)
 
     def run(some: Arguments) -> list[Tensor]:
         results = pytree.tree_leaves(runner.forward(*some[0], **some[1]))
         if not all(isinstance(result, Tensor) for result in results):
-            raise CannotTravelError("not all that it returns are tensors")
+            raise CannotDispatchError("not all that it returns are tensors")
         return results
 
     with torch.no_grad():
@@ -359,7 +361,7 @@ def _rows_along(runner: nn.Module, call: Arguments, shape: torch.Size) -> Rows |
         for length in lengths:
             results = run(replaced(drawn, {i: given[i].narrow(dim, start, length) for i in having}))
             if left_behind != Footprint(runner):
-                raise CannotTravelError("it leaves something behind that depends on how many rows there are")
+                raise CannotDispatchError("it leaves something behind that depends on how many rows there are")
             some = [*shape[:dim], length, *shape[dim + 1 :]]
             parts.append([r.unflatten(0, some) if f else r for r, f in zip(results, flat, strict=True)])
             start += length
@@ -374,7 +376,7 @@ def _rows_along(runner: nn.Module, call: Arguments, shape: torch.Size) -> Rows |
     return Rows(tuple(having), places, tuple(dims), tuple(flat)) if dims else None
 
 
-def _drawn_like(leaf: Any) -> Any:
+def _random_like(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         return torch.randn_like(leaf).requires_grad_()
     return leaf
@@ -384,7 +386,7 @@ def _drawn_like(leaf: Any) -> Any:
 
 
 @contextmanager
-def _drawn_parameters(runner: nn.Module, layer: ExpertLayer, module: nn.Module) -> Iterator[None]:
+def _random_parameters(runner: nn.Module, layer: ExpertLayer, module: nn.Module) -> Iterator[None]:
     """Give experts random weights inside: a new module's may be zeros, for which every sum is correct."""
     owners = [runner] if layer.stacked else [o for parts in layer.experts(module) for p in parts for o in p.modules()]
     places = [
@@ -392,13 +394,13 @@ def _drawn_parameters(runner: nn.Module, layer: ExpertLayer, module: nn.Module) 
         for owner in owners
         for name in layer.stacked or [name for name, _ in owner.named_parameters(recurse=False)]
     ]
-    with all_in_place(places, [_drawn(own_parameters(owner)[name]) for owner, name in places]):
+    with with_expert_parameters(places, [_random_tensor(own_parameters(owner)[name]) for owner, name in places]):
         yield
 
 
-def _drawn(parameter: Tensor | None) -> Tensor:
+def _random_tensor(parameter: Tensor | None) -> Tensor:
     if parameter is None:
-        raise CannotTravelError("a parameter is missing")
+        raise CannotDispatchError("a parameter is missing")
     scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
     return (torch.randn_like(parameter) * scale).detach().requires_grad_(parameter.is_floating_point())
 
@@ -419,7 +421,7 @@ def _results(runner: nn.Module, run: Callable[[], Any], call: Arguments) -> list
     outputs = [leaf for leaf in pytree.tree_leaves(run()) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     for leaf, value in kept:
         if not torch.equal(leaf.detach(), value):
-            raise CannotTravelError("their module writes to its inputs")
+            raise CannotDispatchError("their module writes to its inputs")
     weights = [torch.randn_like(output) for output in outputs]
     total = torch.stack([(output * w).sum().float() for output, w in zip(outputs, weights, strict=True)]).sum()
     grads: Sequence[Tensor | None] = [None] * len(inputs)

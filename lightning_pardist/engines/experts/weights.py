@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pardist.engines.experts.calls import behind
-from lightning_pardist.engines.experts.exchange import Peers, gathered
+from lightning_pardist.engines.experts.calls import join_exchange
+from lightning_pardist.engines.experts.exchange import Peers, all_gather_weights
 from lightning_pardist.engines.experts.finding import ExpertLayer
 from lightning_pardist.engines.experts.layer_weights import (
     LayerWeights,
-    all_in_place,
-    in_place,
     places_of,
+    with_expert_parameters,
+    with_parameters,
     without_reentrant,
 )
 
@@ -56,10 +56,10 @@ class GatheredExperts:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replacement for the module's ``forward``. Collective over the expert group, in forward and in backward."""
         with ExitStack() as stack:
-            with self.peers.turn(self.number):
+            with self.peers.sequenced(self.number):
                 mark = self._put_in_place(stack)
             stack.enter_context(without_reentrant())
-            return behind(self.forward(*args, **kwargs), mark)
+            return join_exchange(self.forward(*args, **kwargs), mark)
 
     def run_empty(self) -> None:
         """Take part in a layer that other ranks run. Collective."""
@@ -67,18 +67,18 @@ class GatheredExperts:
             self._put_in_place(stack)
 
     def _put_in_place(self, stack: ExitStack) -> Tensor:
-        self.peers.tell(self.number, torch.zeros((self.peers.size, 1), dtype=torch.int64))
-        values = self.weights.taken()
+        self.peers.exchange_counts(self.number, torch.zeros((self.peers.size, 1), dtype=torch.int64))
+        values = self.weights.full_values()
         if self.layer.stacked:
-            whole, mark = gathered([[value] for value in values], self.peers, stacked=True)
+            whole, mark = all_gather_weights([[value] for value in values], self.peers, stacked=True)
             whole_by_name = {name: run[0] for name, run in zip(self.layer.stacked, whole, strict=True)}
-            stack.enter_context(in_place(self.module, whole_by_name, {}))
+            stack.enter_context(with_parameters(self.module, whole_by_name, {}))
             return mark
         places = [places_of(parts) for parts in self.experts]
         width = len(places[0])
         runs = [values[column::width] for column in range(width)]
-        whole, mark = gathered(runs, self.peers, stacked=False)
+        whole, mark = all_gather_weights(runs, self.peers, stacked=False)
         everywhere = [place for expert in places for place in expert]
         of_experts = [whole[column][index] for index in range(len(places)) for column in range(width)]
-        stack.enter_context(all_in_place(everywhere, of_experts))
+        stack.enter_context(with_expert_parameters(everywhere, of_experts))
         return mark

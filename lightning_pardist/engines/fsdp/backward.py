@@ -20,13 +20,13 @@ from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.fsdp2 import ModuleState, ParameterGroup, ShardedParameter
 from lightning_pardist.engines.common.settable_parameter import changes_of, make_gradient_settable
 from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, REDUCE, CollectiveSequencer
-from lightning_pardist.engines.fsdp.comm import PendingReduction, UnitAllGather, UnitCodes, UnitReduceScatter
+from lightning_pardist.engines.fsdp.comm import PendingReduction, UnitAllGather, UnitCompression, UnitReduceScatter
 from lightning_pardist.engines.fsdp.fsdp_units import Unit
 from lightning_pardist.engines.fsdp.hidden_gradient import HiddenGradients
 from lightning_pardist.engines.fsdp.outputs import before_backward, shares_memory
 from lightning_pardist.engines.fsdp.tiling import TiledLinear
 from lightning_pardist.engines.fsdp.written_values import GatheredParameter, Member, WrittenValues
-from lightning_pardist.local_tensors import local_part, own_part, sharded_axes, whole_over_data, wrapped_like
+from lightning_pardist.local_tensors import gather_over_data, local_shard, shard_like, sharded_axes, wrap_like
 
 
 class ShardedUnit:
@@ -53,9 +53,9 @@ class ShardedUnit:
         self.watched = False
         #: Unsharded parameters by the ``id`` of their sharded parameter, filled from the first gather on.
         self.whole: dict[int, GatheredParameter] = {}
-        self.on_written: Callable[[ShardedParameter, GatheredParameter], None] = _nothing
+        self.on_written: Callable[[ShardedParameter, GatheredParameter], None] = _no_op
         self.name_of: Callable[[ShardedParameter], str] = str
-        self._noted = self._strays = False
+        self._noted = self._has_reassigned_memory = False
         self._seen: tuple[int, ...] = ()
 
     @property
@@ -152,14 +152,16 @@ class ShardedUnit:
         with torch.inference_mode(False):
             if gathered.keep_changes():
                 self.on_written(parameter, gathered)
-        self._strays = self._strays or gathered.stray is not None
+        self._has_reassigned_memory = self._has_reassigned_memory or gathered.reassigned_memory is not None
 
     def follow(self) -> None:
         """Before a call's backward, copy current values into parameter memory that the autograd graph has saved."""
-        if self._strays and self.gathered:
+        if self._has_reassigned_memory and self.gathered:
             for gathered in self.whole.values():
                 gathered.follow()
-            self._strays = any(gathered.stray is not None for gathered in self.whole.values())
+            self._has_reassigned_memory = any(
+                gathered.reassigned_memory is not None for gathered in self.whole.values()
+            )
 
     def free(self) -> None:
         """Free the unsharded parameters and discard what was written to them; the shards remain."""
@@ -183,7 +185,7 @@ class BackwardRuntime:
         sequencer: Orders collectives over the ranks that train together.
         data_size: Number of ranks over which gradients are averaged.
         check: Whether to compare the order of collectives and the use of parameters after every backward.
-        codes: Compression of the units' collectives.
+        compression: Compression of the units' collectives.
 
     Attributes:
         turn: Micro-batch whose forward or backward runs, if those of several micro-batches interleave; else None.
@@ -197,26 +199,26 @@ class BackwardRuntime:
         *,
         data_size: int,
         check: bool = True,
-        codes: UnitCodes | None = None,
+        compression: UnitCompression | None = None,
     ) -> None:
         self.units = units
         self.replicated = replicated
         self.sequencer = sequencer
         self.data_size = data_size
         self.check = check
-        self.codes = UnitCodes() if codes is None else codes
+        self.compression = UnitCompression() if compression is None else compression
         self.tiled: list[TiledLinear] = []
         #: Collectives of other engines: (index of the first, function that joins one), latest registered first.
-        self.beside: list[tuple[int, Callable[[int], None]]] = []
-        self._next_beside = 0
+        self.external_collectives: list[tuple[int, Callable[[int], None]]] = []
+        self._next_external_index = 0
         self.pending: list[PendingReduction] = []
         self.finalizing = False
         self.inside = 0
         self.hidden = HiddenGradients()
         self.backwards = 0
-        self.agreed: Callable[[], None] = _nothing
+        self.agreed: Callable[[], None] = _no_op
         #: Called with the names of parameters that ranks have set to different values.
-        self.on_differing: Callable[[list[str]], None] = _nothing
+        self.on_differing: Callable[[list[str]], None] = _no_op
         self.sync = True
         self.turn: Hashable = None
         self.differentiated = False
@@ -234,7 +236,7 @@ class BackwardRuntime:
         self.written = WrittenValues(sequencer, self._names)
         self.replicated_used: set[str] = set()
         self.handles: list[RemovableHandle] = []
-        sequencer.join = self.answer
+        sequencer.join = self.join_collective
         for unit in units:
             self._install(unit)
         for name, whole in replicated.items():
@@ -259,7 +261,7 @@ class BackwardRuntime:
         )
         self.tiled.append(tiled)
 
-    def add_beside(self, count: int, join: Callable[[int], None]) -> int:
+    def reserve_external_indices(self, count: int, join: Callable[[int], None]) -> int:
         """Reserve indices for another engine's collectives, after those of all units and tiles.
 
         Args:
@@ -270,9 +272,9 @@ class BackwardRuntime:
             Index of the first one.
         """
         after_tiles = self.tiled[-1].first_index + self.tiled[-1].tiles if self.tiled else len(self.units)
-        first = self._next_beside or after_tiles
-        self._next_beside = first + count
-        self.beside.insert(0, (first, join))
+        first = self._next_external_index or after_tiles
+        self._next_external_index = first + count
+        self.external_collectives.insert(0, (first, join))
         return first
 
     def _when_replicated(self, parameter: nn.Parameter, name: str) -> None:
@@ -293,7 +295,7 @@ class BackwardRuntime:
                 post_backward=functools.partial(self._post_backward, unit, group),
                 register_post_backward=functools.partial(self._count_call, unit),
             )
-            group.wrap_life(
+            group.wrap_transitions(
                 before_gathered=functools.partial(unit.check_places, group),
                 gathered=functools.partial(self._note_values, unit, group),
                 before_free=functools.partial(unit.keep_traced, group),
@@ -302,7 +304,7 @@ class BackwardRuntime:
             unit.module.set_custom_all_gather(
                 # The base class of torch's is not public.
                 UnitAllGather(  # type: ignore[arg-type]
-                    functools.partial(self._announce_gather, unit), self.sequencer.after, self.codes
+                    functools.partial(self._announce_gather, unit), self.sequencer.after, self.compression
                 )
             )
             unit.module.set_custom_reduce_scatter(
@@ -310,7 +312,7 @@ class BackwardRuntime:
                     functools.partial(self.sequencer.before, REDUCE, unit.index),
                     group.output_becomes_grads,
                     self.pending,
-                    self.codes,
+                    self.compression,
                     functools.partial(self._members, group),
                 )
             )
@@ -323,7 +325,7 @@ class BackwardRuntime:
         return tuple(self.positions[id(p)] for p in group.parameters if p.sharded.requires_grad)
 
     def _note_values(self, unit: ShardedUnit, group: ParameterGroup) -> None:
-        unit.note_values(group, rounded=self.codes.gather is not None and not self.codes.exact)
+        unit.note_values(group, rounded=self.compression.gather is not None and not self.compression.exact)
 
     def _announce_gather(self, unit: ShardedUnit) -> None:
         unit.note_gather()
@@ -346,10 +348,10 @@ class BackwardRuntime:
             if isinstance(value, DTensor) and sharded_axes(value):
                 if self.sequencer.active:
                     self.sequencer.wait_for_all()
-                return whole_over_data(value)
+                return gather_over_data(value)
             return value
         if isinstance(parameter, DTensor) and not (isinstance(value, DTensor) and sharded_axes(value)):
-            return wrapped_like(local_part(value.detach(), parameter), parameter)
+            return wrap_like(shard_like(value.detach(), parameter), parameter)
         return value
 
     def _replicated_arrived(self, name: str) -> None:
@@ -577,28 +579,28 @@ class BackwardRuntime:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
-            gradients = [own_part(p.grad).reshape(-1) for p in parameters if p.dtype == dtype and p.grad is not None]
+            gradients = [local_shard(p.grad).reshape(-1) for p in parameters if p.dtype == dtype and p.grad is not None]
             flat = torch.cat(gradients)
             if flat.numel():
                 self.sequencer.mean_(flat)
             offset = 0
             for parameter in parameters:
                 if parameter.dtype == dtype and parameter.grad is not None:
-                    gradient = own_part(parameter.grad)
+                    gradient = local_shard(parameter.grad)
                     gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
                     offset += gradient.numel()
 
     # -- joining other ranks' collectives
 
-    def answer(self, kind: int, index: int) -> None:
+    def join_collective(self, kind: int, index: int) -> None:
         """Take part in a collective that another rank needs and this one does not. Collective over the shard group."""
-        for first, join in self.beside:
+        for first, join in self.external_collectives:
             if index >= first:
                 join(index - first)
                 return
         if index >= len(self.units):
             tiled = next(t for t in reversed(self.tiled) if t.first_index <= index)
-            tiled.answer(kind, index - tiled.first_index)
+            tiled.join_collective(kind, index - tiled.first_index)
             return
         unit = self.units[index]
         if kind == GATHER:
@@ -618,7 +620,7 @@ class BackwardRuntime:
             group.reduce_zeros(self._note_filled)
 
 
-def _nothing(*unused: Any) -> None:
+def _no_op(*unused: Any) -> None:
     """Do nothing: default of callbacks that an engine sets later."""
 
 

@@ -36,7 +36,7 @@ class CollectiveSequencer:
         self.rounds = 0
         self.sequence = 0
         self.diverged = False
-        self.join: Callable[[int, int], None] = _nobody
+        self.join: Callable[[int, int], None] = _join_nothing
         self._answering = False
         self._later: list[int] = []
 
@@ -116,5 +116,5 @@ def _gather_ints(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup
     dist.all_gather(list(out.split(1)), mine, group=group)
 
 
-def _nobody(kind: int, index: int) -> None:
+def _join_nothing(kind: int, index: int) -> None:
     raise RuntimeError("No engine answers this sequencer.")

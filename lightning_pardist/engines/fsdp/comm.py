@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_pardist.collectives import all_gather_flat, reduce_scatter_flat
-from lightning_pardist.engines.common.block_codes import Compression
-from lightning_pardist.engines.common.coded_exchange import (
-    CodedReduction,
-    Remainders,
-    gather_coded,
-    has_codes,
-    scatter_coded,
+from lightning_pardist.engines.common.block_quantization import Compression
+from lightning_pardist.engines.common.quantized_exchange import (
+    ErrorFeedback,
+    QuantizedReduction,
+    all_gather_quantized,
+    is_quantizable,
+    reduce_scatter_quantized,
 )
 from lightning_pardist.engines.common.slice_exchange import Reduction, exchanges_directly, gather_slices, scatter_slices
 
@@ -25,19 +25,19 @@ MAX_PENDING_REDUCTIONS = 3
 
 
 @dataclass
-class UnitCodes:
+class UnitCompression:
     """Compression of units' collectives, with its error feedback.
 
     Attributes:
         gather: Codes for parameters in all-gathers; uncompressed if None.
         reduce: Codes for gradients in reductions; uncompressed if None.
-        remainders: Compression errors of gradients, which are added to the next ones; discarded if None.
+        error_feedback: Compression errors of gradients, which are added to the next ones; discarded if None.
         exact: Whether parameters are gathered uncompressed for now, outside of training.
     """
 
     gather: Compression | None = None
     reduce: Compression | None = None
-    remainders: Remainders | None = field(default_factory=Remainders)
+    error_feedback: ErrorFeedback | None = field(default_factory=ErrorFeedback)
     exact: bool = False
 
 
@@ -45,7 +45,7 @@ class UnitCodes:
 class PendingReduction:
     """Reduction of one unit that is still to be summed into ``output``."""
 
-    exchange: Reduction | CodedReduction
+    exchange: Reduction | QuantizedReduction
     output: torch.Tensor
     mean_over: int
 
@@ -68,13 +68,15 @@ class UnitAllGather(_Allocate):
     Args:
         announce: Called right before the collective starts.
         conclude: Called right after it has started.
-        codes: Compression of the collective.
+        compression: Compression of the collective.
     """
 
-    def __init__(self, announce: Callable[[], None], conclude: Callable[[], None], codes: UnitCodes) -> None:
+    def __init__(
+        self, announce: Callable[[], None], conclude: Callable[[], None], compression: UnitCompression
+    ) -> None:
         self.before = announce
         self.after = conclude
-        self.codes = codes
+        self.compression = compression
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -82,10 +84,10 @@ class UnitAllGather(_Allocate):
         """Gather every rank's ``input_tensor`` into ``output_tensor``. Collective over ``group``."""
         self.before()
         work: dist.Work | None
-        kind = None if self.codes.exact or group.size() == 1 else self.codes.gather
+        kind = None if self.compression.exact or group.size() == 1 else self.compression.gather
         # Parameters of several dtypes are packed into one buffer of bytes, which has no codes.
-        if kind is not None and has_codes(input_tensor):
-            work = gather_coded(output_tensor, input_tensor, group=group, kind=kind)
+        if kind is not None and is_quantizable(input_tensor):
+            work = all_gather_quantized(output_tensor, input_tensor, group=group, kind=kind)
             if output_tensor.device.type != "cpu":
                 # Wait on the stream that fully_shard synchronises with.
                 work.wait()
@@ -109,7 +111,7 @@ class UnitReduceScatter(_Allocate):
         announce: Called right before the collective starts.
         may_defer: Returns whether the output is not read before ``pending`` is drained.
         pending: Reductions in flight, drained by the engine at the end of backward.
-        codes: Compression of the collective.
+        compression: Compression of the collective.
         members: Identifies the reduced parameters, so that compression errors are added to the same ones' gradients.
     """
 
@@ -118,13 +120,13 @@ class UnitReduceScatter(_Allocate):
         announce: Callable[[], None],
         may_defer: Callable[[], bool],
         pending: list[PendingReduction],
-        codes: UnitCodes,
+        compression: UnitCompression,
         members: Callable[[], Hashable],
     ) -> None:
         self.before = announce
         self.may_defer = may_defer
         self.pending = pending
-        self.codes = codes
+        self.compression = compression
         self.members = members
 
     def __call__(
@@ -144,7 +146,7 @@ class UnitReduceScatter(_Allocate):
     ) -> dist.Work | None:
         mean = bool(op == dist.ReduceOp.AVG)
         is_sum = mean or bool(op == dist.ReduceOp.SUM)
-        kind = self.codes.reduce if is_sum and group.size() > 1 and has_codes(whole) else None
+        kind = self.compression.reduce if is_sum and group.size() > 1 and is_quantizable(whole) else None
         if kind is None and not (is_sum and exchanges_directly(whole, group)):
             work: dist.Work | None = reduce_scatter_flat(output, whole, group=group, op=op, async_op=async_op)
             return work
@@ -153,12 +155,16 @@ class UnitReduceScatter(_Allocate):
         # Reductions of one parameter accumulate in order: one that is read now comes after all earlier ones.
         while self.pending and (not deferred or len(self.pending) >= MAX_PENDING_REDUCTIONS):
             self.pending.pop(0).finish()
-        exchange: Reduction | CodedReduction
+        exchange: Reduction | QuantizedReduction
         if kind is None:
             exchange = scatter_slices(whole, group=group)
         else:
-            exchange = scatter_coded(
-                whole, group=group, kind=kind, remainders=self.codes.remainders, key=(id(self), self.members())
+            exchange = reduce_scatter_quantized(
+                whole,
+                group=group,
+                kind=kind,
+                error_feedback=self.compression.error_feedback,
+                key=(id(self), self.members()),
             )
         reduction = PendingReduction(exchange, output, group.size() if mean else 1)
         if deferred:

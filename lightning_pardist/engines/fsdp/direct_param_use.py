@@ -15,7 +15,7 @@ from lightning_pardist.compat.fsdp2 import ShardedParameter
 from lightning_pardist.engines.common.parameter_write_guard import memory_of, writes
 from lightning_pardist.engines.fsdp.backward import ShardedUnit
 from lightning_pardist.engines.fsdp.tiling import TiledLinear
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
 
 class DirectUse(TorchFunctionMode):
@@ -80,23 +80,26 @@ class DirectUse(TorchFunctionMode):
         if name in ("__get__", "__set__") or name in _METADATA:
             return func(*args, **kwargs)
         if name.endswith("_") and not name.endswith("__"):
-            if self._mixes(args, kwargs):
-                args, kwargs = self._all_whole(args), {key: self._all_whole(value) for key, value in kwargs.items()}
+            if self._mixes_shards_and_plain(args, kwargs):
+                args, kwargs = (
+                    self._gather_operands(args),
+                    {key: self._gather_operands(value) for key, value in kwargs.items()},
+                )
             return func(*args, **kwargs)
-        if any(self._sharded(value) for value in _tensors(args, kwargs)) and self._needs_whole(args, kwargs):
-            args = tuple(self._whole(value) for value in args)
-            kwargs = {key: self._whole(value) for key, value in kwargs.items()}
+        if any(self._is_sharded(value) for value in _tensors(args, kwargs)) and self._needs_unsharded(args, kwargs):
+            args = tuple(self._unsharded(value) for value in args)
+            kwargs = {key: self._unsharded(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
     def _note_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record writes to gathered parameters through views of ``.data``, which leave no other trace."""
-        written = {memory_of(own_part(value)) for value in _tensors(args, kwargs)} - {0}
+        written = {memory_of(local_shard(value)) for value in _tensors(args, kwargs)} - {0}
         for unit in self._units:
             if unit.gathered:
                 for gathered in unit.whole.values():
                     gathered.touched = gathered.touched or memory_of(gathered.home) in written
 
-    def _mixes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _mixes_shards_and_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether an in-place operation takes both shards of these units and plain tensors."""
         found = [value for value in _tensors(args, kwargs) if value.dim()]
         owners = [owner for value in found if (owner := self._owner(value)) is not None]
@@ -116,29 +119,29 @@ class DirectUse(TorchFunctionMode):
         owner = self._by_memory.get(_memory(value))
         return owner if owner is not None and value.shape == owner[1].sharded.shape else None
 
-    def _all_whole(self, value: Any) -> Any:
+    def _gather_operands(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)(self._all_whole(item) for item in value)
+            return type(value)(self._gather_operands(item) for item in value)
         owner = self._owner(value) if isinstance(value, torch.Tensor) else None
         if owner is None:
             return value
         whole = self._gather(*owner)
         return whole if id(value) in self.owners else whole.detach()
 
-    def _sharded(self, value: Any) -> bool:
+    def _is_sharded(self, value: Any) -> bool:
         return isinstance(value, nn.Parameter) and (id(value) in self.owners or id(value) in self.tiled)
 
-    def _needs_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _needs_unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return (
             self._evaluates
             or torch.is_grad_enabled()
-            or any(not self._sharded(value) and value.dim() > 0 for value in _tensors(args, kwargs))
+            or any(not self._is_sharded(value) and value.dim() > 0 for value in _tensors(args, kwargs))
         )
 
-    def _whole(self, value: Any) -> Any:
+    def _unsharded(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)(self._whole(item) for item in value)
-        if not self._sharded(value):
+            return type(value)(self._unsharded(item) for item in value)
+        if not self._is_sharded(value):
             return value
         if id(value) in self.tiled:
             raise RuntimeError(

@@ -14,15 +14,15 @@ from lightning_pardist.checkpoint.tensors import common_names
 from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.dtensor import StridedShard
 from lightning_pardist.local_tensors import (
-    local_part,
-    over_tensor_ranks,
-    own_part,
-    own_shape,
-    padded_part,
+    gather_over_data,
+    local_shard,
+    padded_shard,
+    shard_like,
     sharded_axes,
     tensor_axis,
-    whole_over_data,
-    wrapped_like,
+    tensor_shard_shape,
+    wrap_like,
+    wrap_tensor_shard,
 )
 
 
@@ -42,9 +42,9 @@ def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
         return value.to_local().detach().to("cpu", copy=True)
     sharded = sharded_axes(value)
     if not sharded and tensor_axis(value) is not None:
-        return over_tensor_ranks(own_part(value).detach().to("cpu", copy=True), value) if is_rank(writer) else None
+        return wrap_tensor_shard(local_shard(value).detach().to("cpu", copy=True), value) if is_rank(writer) else None
     if len(sharded) != 1 or not isinstance(value.placements[sharded[0]], Shard | StridedShard):
-        whole = whole_over_data(value)
+        whole = gather_over_data(value)
         return whole.to("cpu", copy=True) if is_rank(writer) else None
     placement = value.placements[sharded[0]]
     group = value.device_mesh.get_group(sharded[0])
@@ -52,14 +52,14 @@ def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
     if writer not in ranks:
         return None
     size, dim = group.size(), placement.dim  # type: ignore[attr-defined]
-    local = padded_part(value, dim, size)
+    local = padded_shard(value, dim, size)
     here = is_rank(writer)
     pieces = [torch.empty_like(local) for _ in range(size)] if here else None
     received = None if pieces is None else [as_bytes(piece) for piece in pieces]
     dist.gather(as_bytes(local), received, dst=writer, group=group)
     if pieces is None:
         return None
-    return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).cpu(), value)
+    return wrap_tensor_shard(torch.cat(pieces, dim=dim).narrow(dim, 0, tensor_shard_shape(value)[dim]).cpu(), value)
 
 
 def is_rank(rank: int) -> bool:
@@ -134,7 +134,7 @@ def load_full_state(
         for name in common:
             value = own[name]
             if isinstance(value, DTensor):
-                value.to_local().copy_(local_part(state[name], value))
+                value.to_local().copy_(shard_like(state[name], value))
             elif isinstance(value, torch.Tensor):
                 value.copy_(state[name])
     if extra:
@@ -181,9 +181,9 @@ def own_values(parameter: torch.Tensor, values: Mapping[str, Any], *, local: boo
     for key, value in values.items():
         if not isinstance(value, torch.Tensor):
             own[key] = value
-        elif isinstance(parameter, DTensor) and value.shape == own_shape(parameter):
-            part = local_part(value, parameter).to(parameter.to_local().device, copy=True).contiguous()
-            own[key] = part if local else wrapped_like(part, parameter)
+        elif isinstance(parameter, DTensor) and value.shape == tensor_shard_shape(parameter):
+            part = shard_like(value, parameter).to(parameter.to_local().device, copy=True).contiguous()
+            own[key] = part if local else wrap_like(part, parameter)
         else:
             own[key] = value.to(parameter.device if value.dim() else value.device, copy=True)
     return own
@@ -200,4 +200,4 @@ def _as_dtensor(name: str, key: str, value: Any, parameter: torch.Tensor) -> Any
             f"State {key!r} of {name} has shape {tuple(value.shape)}, which is neither a scalar's nor its parameter's."
             " Shards need an optimizer that updates each element by itself."
         )
-    return wrapped_like(value, parameter)
+    return wrap_like(value, parameter)

@@ -23,11 +23,11 @@ from lightning_pardist.compat.patches import backward_inside
 from lightning_pardist.compat.process_groups import timeout_of
 from lightning_pardist.engines.common.devices import device_of_mesh
 from lightning_pardist.engines.common.eager_runs import eagerly
-from lightning_pardist.engines.common.parameter_traits import take_place
+from lightning_pardist.engines.common.parameter_traits import copy_traits
 from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting
 from lightning_pardist.engines.fsdp.backward import BackwardRuntime, ShardedUnit
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
-from lightning_pardist.engines.fsdp.comm import UnitCodes
+from lightning_pardist.engines.fsdp.comm import UnitCompression
 from lightning_pardist.engines.fsdp.direct_param_use import DirectUse, InBackward
 from lightning_pardist.engines.fsdp.fsdp_units import Unit, format_units
 from lightning_pardist.engines.fsdp.hidden_gradient import refuse_set
@@ -35,7 +35,7 @@ from lightning_pardist.engines.fsdp.pipeline_fsdp import FSDPMicrobatchContext, 
 from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
 from lightning_pardist.engines.fsdp.skip_consensus import SkipStepConsensus
 from lightning_pardist.engines.offload import HostedState, HostStep
-from lightning_pardist.local_tensors import whole_over_data
+from lightning_pardist.local_tensors import gather_over_data
 
 #: Forwards whose backward needs the inputs, but not the weights.
 _READ_IN_FORWARD_ONLY = (nn.Embedding.forward,)
@@ -54,7 +54,7 @@ class FullySharded:
         units: The plan, the root last.
         replicated: Name -> parameter that is whole on every rank.
         losses: Consensus on steps without a loss.
-        codes: Compression of the units' collectives.
+        compression: Compression of the units' collectives.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class FullySharded:
         tile_bytes: float,
         mp_policy: MixedPrecisionPolicy | None,
         interleaved: bool,
-        codes: UnitCodes,
+        compression: UnitCompression,
         ignored: Collection[nn.Parameter] = (),
     ) -> None:
         self.module = module
         self.mesh = mesh
         self.replicated = replicated
-        self.codes = codes
+        self.compression = compression
         self._ignored = {id(parameter) for parameter in ignored}
         self._units = units
         self._root = units[-1]
@@ -97,9 +97,9 @@ class FullySharded:
         self.sequencer = CollectiveSequencer(_host_group(data_group), data_group)
         self.sequencer.active = allow_divergent_forward
         self._data_group = data_group
-        self.losses = self._new_board()
+        self.losses = self._new_skip_consensus()
         self._runtime = BackwardRuntime(
-            units, replicated, self.sequencer, data_size=mesh.size(), check=check, codes=codes
+            units, replicated, self.sequencer, data_size=mesh.size(), check=check, compression=compression
         )
         self._runtime.agreed = self._learn_order
         for name, layer in tiled.items():
@@ -117,7 +117,7 @@ class FullySharded:
             self._call(lambda: None)
         self._root.free()
 
-    def _new_board(self) -> SkipStepConsensus:
+    def _new_skip_consensus(self) -> SkipStepConsensus:
         return SkipStepConsensus(self._data_group, timeout=timeout_of(self.sequencer.group))
 
     # -- the plan
@@ -164,7 +164,7 @@ class FullySharded:
         Raises:
             RuntimeError: If a parameter is used outside its module's call in a way that was not seen before.
         """
-        with self._inside(), self._looking(_name(function)):
+        with self._inside(), self._detecting_direct_use(_name(function)):
             result: Result = self._call(function, *args, **kwargs)
             return result
 
@@ -175,7 +175,7 @@ class FullySharded:
         A reversible layer, whose inputs are recomputed from its outputs, is called there by other methods than its own
         ``forward``. Collective over the mesh if a unit has to be gathered.
         """
-        with self._looking("backward") as uses, contextlib.ExitStack() as inside:
+        with self._detecting_direct_use("backward") as uses, contextlib.ExitStack() as inside:
             if uses is not None:
                 inside.enter_context(backward_inside(InBackward(uses)))
             yield
@@ -219,7 +219,7 @@ class FullySharded:
                 for unit in self._units:
                     unit.free()
 
-    def rest(self) -> None:
+    def reshard_all(self) -> None:
         """Reshard all units, as no backward of earlier forwards will follow. Not collective."""
         if self._runtime.inside == 0:
             self.keep_changes()
@@ -235,7 +235,7 @@ class FullySharded:
         self._leave()
 
     @contextlib.contextmanager
-    def _looking(self, name: str) -> Iterator[DirectUse | None]:
+    def _detecting_direct_use(self, name: str) -> Iterator[DirectUse | None]:
         """Detect direct uses of parameters, in the runs that ``detect_direct_param_use`` selects."""
         seen = f"{name}, grad={torch.is_grad_enabled()}"
         if self._watch == "always" or (self._watch == "first" and seen not in self._watched):
@@ -311,10 +311,10 @@ class FullySharded:
         Returns:
             Names of these parameters.
         """
-        self.meet()
+        self.join_until_all()
         return self._runtime.settle_written()
 
-    def when_differing(self, tell: Callable[[list[str]], None]) -> None:
+    def on_differing_writes(self, tell: Callable[[list[str]], None]) -> None:
         """Set a callback for the names of parameters that a backward finds to differ between ranks."""
         self._runtime.on_differing = tell
 
@@ -484,7 +484,7 @@ class FullySharded:
         finally:
             self.sequencer.active = before
 
-    def join_beside(self, count: int, join: Callable[[int], None]) -> int:
+    def reserve_external_indices(self, count: int, join: Callable[[int], None]) -> int:
         """Reserve indices for another engine's collectives while ranks diverge. Not collective.
 
         Args:
@@ -494,9 +494,9 @@ class FullySharded:
         Returns:
             Offset to add to the indices that are passed to :attr:`sequencer`.
         """
-        return self._runtime.add_beside(count, join)
+        return self._runtime.reserve_external_indices(count, join)
 
-    def meet(self) -> None:
+    def join_until_all(self) -> None:
         """Join other ranks' collectives until all ranks call this; precedes a separate collective while uneven."""
         if self.sequencer.active:
             self.sequencer.wait_for_all()
@@ -561,11 +561,11 @@ class FullySharded:
         self._runtime.inside = 0
         self._runtime.pending.clear()
         self.sequencer.sequence = 0
-        self.codes.exact = False
-        if self.codes.remainders is not None:
-            self.codes.remainders.clear()
+        self.compression.exact = False
+        if self.compression.error_feedback is not None:
+            self.compression.error_feedback.clear()
         # Ranks may have reached different steps.
-        self.losses = self._new_board()
+        self.losses = self._new_skip_consensus()
         if self._order is not None:
             self._order = []
         self._runtime.turn = None
@@ -622,4 +622,4 @@ def _storage(value: Any) -> int:
 
 
 def _whole_parameter(shard: Any) -> nn.Parameter:
-    return take_place(nn.Parameter(whole_over_data(shard), requires_grad=shard.requires_grad), shard)
+    return copy_traits(nn.Parameter(gather_over_data(shard), requires_grad=shard.requires_grad), shard)

@@ -81,7 +81,7 @@ class UnitForward:
         self.runtime.before_forward(self.unit)
         inside, inside_kwargs = self.unit.state.pre_forward(args, kwargs)
         output = self.forward(*inside, **inside_kwargs)
-        output = _handed_through(output, (args, kwargs), (inside, inside_kwargs))
+        output = _restore_passed_through_inputs(output, (args, kwargs), (inside, inside_kwargs))
         return self.unit.state.post_forward(args, output)
 
     def remove(self) -> None:
@@ -92,7 +92,7 @@ class UnitForward:
                 self.module.__dict__["forward"] = self._own
 
 
-def _handed_through(output: Any, given: Any, inside: Any) -> Any:
+def _restore_passed_through_inputs(output: Any, given: Any, inside: Any) -> Any:
     """Return an output in which inputs that the module returned unchanged are the caller's own objects."""
     before, after = tree_leaves(given), tree_leaves(inside)
     originals = {

@@ -17,7 +17,7 @@ from lightning_pardist.compat import fsdp2
 from lightning_pardist.compat.contract import require
 from lightning_pardist.compat.tensors import gradient_hooks_of
 from lightning_pardist.engines.common.devices import device_of_mesh
-from lightning_pardist.engines.common.elementwise import marked, marks_of
+from lightning_pardist.engines.common.elementwise import user_attributes, with_user_attributes
 from lightning_pardist.engines.common.meta_init import (
     InitFunction,
     materialize,
@@ -27,7 +27,7 @@ from lightning_pardist.engines.common.meta_init import (
 )
 from lightning_pardist.engines.common.settable_parameter import ShardParameter, make_settable
 from lightning_pardist.engines.fsdp.backward import ShardedUnit
-from lightning_pardist.engines.fsdp.comm import UnitCodes
+from lightning_pardist.engines.fsdp.comm import UnitCompression
 from lightning_pardist.engines.fsdp.fsdp_units import (
     Unit,
     describe_units,
@@ -37,7 +37,7 @@ from lightning_pardist.engines.fsdp.fsdp_units import (
 )
 from lightning_pardist.engines.fsdp.fully_sharded import FullySharded
 from lightning_pardist.engines.fsdp.tiling import find_tiled, shard_rows, weights
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
 Reshard = bool | int | Literal["auto"]
 
@@ -58,7 +58,7 @@ def shard(
     check: bool = True,
     tile_above_bytes: float | None = None,
     boundaries: Sequence[Sequence[nn.Module]] | None = None,
-    codes: UnitCodes | None = None,
+    compression: UnitCompression | None = None,
 ) -> FullySharded:
     """Shard a module's parameters in place. Collective over the mesh; call once, before optimizers are created.
 
@@ -92,7 +92,7 @@ def shard(
         boundaries: Modules that a pipeline runs one by one, by their ``forward``, with interleaved micro-batches
             (:meth:`FullySharded.microbatches`): one sequence per stage, in the order of their calls. Pass the units
             that :func:`find_fsdp_units` finds inside of them, and parameters of other stages as ``ignored``.
-        codes: Compression of the units' collectives (ZeRO++, arXiv 2306.10209); none if None. Shards stay exact.
+        compression: Compression of the units' collectives (ZeRO++, arXiv 2306.10209); none if None. Shards stay exact.
 
     Returns:
         Handle to run the module, accumulate and clip gradients, and save.
@@ -119,7 +119,7 @@ def shard(
     settings.tiled = {layer: f"{name}.weight" for name, layer in tiled.items()}
     settings.planned = {unit.module for unit in plan}
     hooks = {name: gradient_hooks_of(parameter) for name, parameter in module.named_parameters()}
-    marks = {name: marks_of(parameter) for name, parameter in module.named_parameters()}
+    marks = {name: user_attributes(parameter) for name, parameter in module.named_parameters()}
     whole_names = [name for name, parameter in module.named_parameters() if any(parameter is w for w in whole)]
     elsewhere = {id(parameter) for parameter in ignored}
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in elsewhere]
@@ -148,7 +148,7 @@ def shard(
     for name, parameter in parameters.items():
         if parameter not in ignored:
             make_settable(parameter)
-            marked(parameter, marks[name])
+            with_user_attributes(parameter, marks[name])
             if isinstance(parameter, ShardParameter):
                 parameter.gradient_hooks = hooks[name]
     by_forward = set(itertools.chain(*(boundaries or ())))
@@ -176,7 +176,7 @@ def shard(
         tile_bytes=tile_above_bytes or 0.0,
         mp_policy=mp_policy,
         interleaved=boundaries is not None,
-        codes=UnitCodes() if codes is None else codes,
+        compression=UnitCompression() if compression is None else compression,
         ignored=ignored,
     )
 
@@ -209,7 +209,7 @@ class _Settings:
         #: Layers that run in tiles -> names of their weights; below, the modules of units that own parameters.
         self.tiled: dict[nn.Linear, str] = {}
         self.planned: set[nn.Module] = set()
-        self.rests_on_host = isinstance(offload_policy, CPUOffloadPolicy)
+        self.stays_on_host = isinstance(offload_policy, CPUOffloadPolicy)
         self.reshard = reshard
         self.options: dict[str, Any] = {"mesh": mesh}
         if mp_policy is not None:
@@ -222,7 +222,7 @@ class _Settings:
 
     def tile(self, layer: nn.Linear) -> None:
         """Shard the weight of a layer that runs in tiles."""
-        device = torch.device("cpu") if self.rests_on_host else device_of_mesh(self.mesh)
+        device = torch.device("cpu") if self.stays_on_host else device_of_mesh(self.mesh)
         self.ignored.add(shard_rows(layer, self.mesh, device))
 
     def apply(self, unit: nn.Module) -> None:
@@ -273,7 +273,7 @@ def _whole_parameters(
 
 def _placement(shards: int, parameter: torch.Tensor) -> Shard | None:
     """Return a sharding by the first evenly divisible dim but rows, if padding rows would waste more than 1%."""
-    parameter = own_part(parameter)
+    parameter = local_shard(parameter)
     rows = parameter.size(0)
     padded = -(-rows // shards) * shards
     if padded <= 1.01 * rows or parameter.numel() < 1024:

@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
 from lightning_pardist.compat.optimizers import follow_schedulers
-from lightning_pardist.engines.common.elementwise import marked, marks_of
-from lightning_pardist.engines.common.joint_updates import step_on_wholes
+from lightning_pardist.engines.common.elementwise import user_attributes, with_user_attributes
+from lightning_pardist.engines.common.joint_updates import step_on_full_tensors
 from lightning_pardist.engines.common.update_scope import (
     Scope,
     ScopeSetting,
-    cannot_step_on_parts,
     find_scope,
     has_parameters,
+    non_elementwise_error,
 )
 from lightning_pardist.engines.offload import HostedState, HostStep
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
 _MARK = "_pardist_steps_on_shards"
 
@@ -43,7 +43,7 @@ def step_on_shards(
     """Make ``optimizer.step()`` update this rank's shards as plain tensors, in place.
 
     An optimizer that is not elementwise steps on whole tensors instead, see
-    :func:`~lightning_pardist.engines.common.joint_updates.step_on_wholes`, which is collective.
+    :func:`~lightning_pardist.engines.common.joint_updates.step_on_full_tensors`, which is collective.
 
     Outside of ``step`` the optimizer holds the module's ``DTensor`` parameters, for groups, schedulers, clipping and
     ``zero_grad``; its state is kept as local tensors. Without ``DTensor``s in the step, every kernel works, ``fused``
@@ -68,8 +68,8 @@ def step_on_shards(
     found = find_scope(optimizer, form="dims", setting=scope) if has_parameters(optimizer) else None
     if found is not None and found.scope != "elementwise":
         if group is None:
-            raise ValueError(cannot_step_on_parts(optimizer, found))
-        step_on_wholes(
+            raise ValueError(non_elementwise_error(optimizer, found))
+        step_on_full_tensors(
             optimizer,
             found,
             group=group(found.scope),
@@ -121,7 +121,7 @@ def step_on_shards(
     setattr(optimizer, _MARK, True)
 
 
-def step_as_made(optimizer: torch.optim.Optimizer) -> None:
+def restore_step(optimizer: torch.optim.Optimizer) -> None:
     """Undo :func:`step_on_shards`, once the module is unsharded. Not collective."""
     if optimizer.__dict__.pop(_MARK, False):
         optimizer.__dict__.pop("step", None)
@@ -131,7 +131,7 @@ def _local_entry(entry: dict[str, Any]) -> dict[str, Any]:
     """Convert a parameter's state to local tensors, including state created before the first step (Adagrad)."""
     for key, value in entry.items():
         if isinstance(value, DTensor):
-            entry[key] = own_part(value)
+            entry[key] = local_shard(value)
     return entry
 
 
@@ -139,11 +139,11 @@ def _twin(parameter: nn.Parameter, twins: dict[nn.Parameter, nn.Parameter]) -> n
     """Return a plain parameter that shares the memory of this rank's shard."""
     if not isinstance(parameter, DTensor):
         return parameter
-    local = own_part(parameter).detach()
+    local = local_shard(parameter).detach()
     twin = twins.get(parameter)
     if twin is None or twin.data_ptr() != local.data_ptr() or twin.shape != local.shape:
         twin = twins[parameter] = nn.Parameter(local, requires_grad=parameter.requires_grad)
-        marked(twin, marks_of(parameter))
+        with_user_attributes(twin, user_attributes(parameter))
     gradient = parameter.grad
-    twin.grad = own_part(gradient).detach() if isinstance(gradient, DTensor) else gradient
+    twin.grad = local_shard(gradient).detach() if isinstance(gradient, DTensor) else gradient
     return twin

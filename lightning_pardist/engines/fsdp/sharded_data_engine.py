@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pardist.checkpoint.tensors import Slots, in_place, shared_entries, shared_state, whole_slots
+from lightning_pardist.checkpoint.tensors import Slots, full_slots, in_place, shared_entries, shared_state
 from lightning_pardist.engines.common.devices import device_of_mesh
+from lightning_pardist.engines.common.full_tensor_updates import updates_of
 from lightning_pardist.engines.common.gradient_math import Counts
 from lightning_pardist.engines.common.update_scope import (
     Scope,
     ScopeSetting,
-    steps_on_wholes,
+    needs_full_tensors,
 )
-from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.data_engine import MicrobatchContext
 from lightning_pardist.engines.fsdp.full_state import is_rank, own_values, whole_values
 from lightning_pardist.engines.fsdp.fully_sharded import Accumulate, FullySharded
 from lightning_pardist.engines.fsdp.sharded_norm import local_gradients, sharded_grad_norm
 from lightning_pardist.engines.offload import HostedState, HostStep, Offload, StateFile
-from lightning_pardist.local_tensors import own_part, own_shape
+from lightning_pardist.local_tensors import local_shard, tensor_shard_shape
 
 
 class ShardedDataEngine:
@@ -74,7 +74,7 @@ class ShardedDataEngine:
         store = None if offload is None or offload.folder is None else StateFile(offload.folder)
         for optimizer in optimizers:
             hosted = None
-            if offload is not None and steps_on_wholes(optimizer, form="dims", setting=update_scope):
+            if offload is not None and needs_full_tensors(optimizer, form="dims", setting=update_scope):
                 hosted = HostedState.of(offload, device_of_mesh(sharded.mesh), store)
             elif offload is not None:
                 window_bytes = None if store is None else int(offload.window_mb * 2**20)
@@ -212,14 +212,14 @@ class ShardedDataEngine:
                 if values := state["state"].get(index):
                     fitted = {key: _in_dtype_of(parameter, value) for key, value in values.items()}
                     own = own_values(parameter, fitted, local=True)
-                    optimizer.state[parameter] = in_place(own, own_part(parameter).device, group)
+                    optimizer.state[parameter] = in_place(own, local_shard(parameter).device, group)
                     if host := self._hosts.get(optimizer):
                         host.settle(parameter)
 
     def slots(self, optimizer: Optimizer) -> Slots:
         """Return the parameters themselves as slots, or the slots of whole state that this rank keeps."""
         updates = updates_of(optimizer)
-        return whole_slots(optimizer) if updates is None else updates.slots()
+        return full_slots(optimizer) if updates is None else updates.slots()
 
     def settle(self, optimizer: Optimizer) -> None:
         """Move state to the host if steps run there. Not collective."""
@@ -244,7 +244,7 @@ def _in_dtype_of(parameter: Tensor, value: Any) -> Any:
     if (
         isinstance(value, torch.Tensor)
         and value.dim()
-        and value.shape == own_shape(parameter)
+        and value.shape == tensor_shard_shape(parameter)
         and value.is_floating_point()
     ):
         return value.to(parameter.dtype)

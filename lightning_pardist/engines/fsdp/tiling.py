@@ -25,11 +25,11 @@ from lightning_pardist.collectives import reduce_scatter_flat
 from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.dtensor import around, make_spec
 from lightning_pardist.compat.modules import own_parameters
-from lightning_pardist.engines.common.parameter_traits import take_place
+from lightning_pardist.engines.common.parameter_traits import copy_traits
 from lightning_pardist.engines.common.slice_exchange import exchanges_directly, gather_slices, scatter_slices
 from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, REDUCE, CollectiveSequencer
 from lightning_pardist.engines.fsdp.fsdp_units import is_torch_composite
-from lightning_pardist.local_tensors import whole_over_data
+from lightning_pardist.local_tensors import gather_over_data
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -163,8 +163,8 @@ class TiledLinear:
         self.layer.__dict__.pop("forward", None)
         weight = self.layer.weight
         if isinstance(weight, DTensor):
-            whole = nn.Parameter(whole_over_data(weight), requires_grad=weight.requires_grad)
-            self.layer.weight = take_place(whole, weight)
+            whole = nn.Parameter(gather_over_data(weight), requires_grad=weight.requires_grad)
+            self.layer.weight = copy_traits(whole, weight)
 
     def __str__(self) -> str:
         megabytes = self.layer.weight.numel() * self.layer.weight.element_size() / 2**20
@@ -209,7 +209,7 @@ class TiledLinear:
         mean = reduced.view(stop - start, self._in)[: rows.size(0)].mul_(1.0 / self.mesh.size())
         rows.add_(mean.to(rows))
 
-    def answer(self, kind: int, tile: int) -> None:
+    def join_collective(self, kind: int, tile: int) -> None:
         """Take part in a tile's collective that only other ranks need. Collective over the shard group."""
         local = self._local()
         device = torch.device(self.mesh.device_type) if local.device.type == "cpu" else local.device

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pardist.compat.fsdp2 import ShardedParameter
-from lightning_pardist.compat.parameter_data import looks_at, watch_looks
+from lightning_pardist.compat.parameter_data import count_data_accesses, data_accesses_of
 from lightning_pardist.compat.tensors import foreach_copy_, is_only_holder, version_of
 from lightning_pardist.engines.common.fingerprint import FINGERPRINT_SIZE, fingerprint
 from lightning_pardist.engines.common.settable_parameter import changes_of
 from lightning_pardist.engines.ddp.set_parameters import cast_parameter
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
-from lightning_pardist.local_tensors import local_part, own_part, own_shape, set_own_part
+from lightning_pardist.local_tensors import local_shard, set_local_shard, shard_like, tensor_shard_shape
 
 #: Number of elements sampled for the fingerprint of a parameter that ranks have set to the same values before.
 _SAMPLED = 1 << 16
@@ -50,13 +50,13 @@ class GatheredParameter:
         assert whole is not None  # by the contract above
         self.whole: nn.Parameter = whole
         # Where gathers write it. Not detach(), which shares the version counter that backward checks.
-        self.home = own_part(whole).data
+        self.home = local_shard(whole).data
         self.own: Tensor | None = None
         self.old: Tensor | None = None
         self.touched = self.escaped = False
         #: Memory that the user assigned last (``p.data = ...``), which the step's autograd graph may have saved.
-        self.stray: Tensor | None = None
-        self._looks = watch_looks(whole)
+        self.reassigned_memory: Tensor | None = None
+        self._data_accesses = count_data_accesses(whole)
         self._version = 0
         self._before: Tensor | None = None
         self._view: Tensor | None = None
@@ -75,7 +75,7 @@ class GatheredParameter:
         copies: list[Tensor] = []
         for one in gathered:
             if one.own is not None:
-                one._return_to_own()
+                one._restore_own_writes()
             if keep:
                 part = one._home_part()
                 if one._before is None:
@@ -90,24 +90,24 @@ class GatheredParameter:
             foreach_copy_(copies, parts)
 
     def _note_marks(self) -> None:
-        self.escaped = self.escaped or self._looks != looks_at(self.whole)
+        self.escaped = self.escaped or self._data_accesses != data_accesses_of(self.whole)
         self.touched = False
         self._version = version_of(self.whole)
-        self._looks = looks_at(self.whole)
+        self._data_accesses = data_accesses_of(self.whole)
 
     def _home_part(self) -> Tensor:
         """Return this rank's part of the memory that gathers write to; a view, created once."""
         if self._view is None:
-            part = local_part(self.home, self.parameter.sharded)
+            part = shard_like(self.home, self.parameter.sharded)
             if part.untyped_storage().data_ptr() != self.home.untyped_storage().data_ptr():
                 return part
             self._view = part
         return self._view
 
     def _part(self) -> Tensor:
-        return local_part(self.whole.detach(), self.parameter.sharded)
+        return shard_like(self.whole.detach(), self.parameter.sharded)
 
-    def _return_to_own(self) -> None:
+    def _restore_own_writes(self) -> None:
         """In a later gather of the same step, restore this rank's writes, unless the shards were changed since."""
         if self._written_at == changes_of((self.parameter.sharded,)) and self.own is not None:
             self.home.copy_(self.own)
@@ -120,8 +120,8 @@ class GatheredParameter:
         return (
             self.touched
             or self._version != version_of(self.whole)
-            or self._looks != looks_at(self.whole)
-            or own_part(self.whole).data_ptr() != self.home.data_ptr()
+            or self._data_accesses != data_accesses_of(self.whole)
+            or local_shard(self.whole).data_ptr() != self.home.data_ptr()
         )
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class GatheredParameter:
         Raises:
             RuntimeError: If the user assigned values of another shape or dtype.
         """
-        part, shard, traced = own_part(self.whole), self.parameter.sharded, self.may_be_changed
+        part, shard, traced = local_shard(self.whole), self.parameter.sharded, self.may_be_changed
         if part.dtype != self.home.dtype:
             raise RuntimeError(cast_parameter(self.name, self.home.dtype, part.dtype))
         if part.shape != self.home.shape:
@@ -153,34 +153,34 @@ class GatheredParameter:
             self._before.copy_(now)
         if part.numel() and part.data_ptr() != self.home.data_ptr():
             # .data has its own version counter, so copying into it does not invalidate what the graph has saved.
-            self.stray = part.data
+            self.reassigned_memory = part.data
             self.home.copy_(part)
-            set_own_part(self.whole, self.home)
+            set_local_shard(self.whole, self.home)
         self._note_marks()
         return traced
 
     @torch.no_grad()
     def follow(self) -> None:
         """Before a backward, copy current values into memory assigned by the user, which its graph may have saved."""
-        if self.stray is not None and is_only_holder(self.stray):
-            self.stray = None
-        if self.stray is not None:
-            self.stray.copy_(self.home)
+        if self.reassigned_memory is not None and is_only_holder(self.reassigned_memory):
+            self.reassigned_memory = None
+        if self.reassigned_memory is not None:
+            self.reassigned_memory.copy_(self.home)
 
     def keep_own(self) -> None:
         """Save the whole values as those that this rank has written."""
-        self.own = own_part(self.whole).detach().clone()
+        self.own = local_shard(self.whole).detach().clone()
         self._written_at = changes_of((self.parameter.sharded,))
 
     @torch.no_grad()
-    def take(self, values: Tensor, *, gathered: bool) -> None:
+    def adopt(self, values: Tensor, *, gathered: bool) -> None:
         """Take values that are the same on all ranks.
 
         Args:
             values: This tensor rank's whole values.
             gathered: Whether the parameter is gathered now.
         """
-        take(self.parameter.sharded, values)
+        write_to_shard(self.parameter.sharded, values)
         if gathered:
             self.home.copy_(values)
             if self._before is not None:
@@ -198,9 +198,9 @@ class GatheredParameter:
         self.own = self.old = None
 
 
-def take(shard: Any, values: Tensor) -> None:
+def write_to_shard(shard: Any, values: Tensor) -> None:
     """Write this rank's part of whole values to a shard, except where they equal its own values up to rounding."""
-    local, new = shard.to_local(), local_part(values, shard)
+    local, new = shard.to_local(), shard_like(values, shard)
     own = local.to(new.device)
     local.copy_(torch.where(new == own.to(new.dtype), own, new.to(own)))
 
@@ -244,7 +244,7 @@ class WrittenValues:
             written.forget()
         else:
             written.keep_own()
-        values = own_part(written.whole).detach()
+        values = local_shard(written.whole).detach()
         self._written[position] = written, fingerprint(values, at_most=_SAMPLED if settled else None)
 
     def flags(self, size: int) -> Tensor:
@@ -319,10 +319,10 @@ class WrittenValues:
             if written is not None and member.gathered:
                 values = written.home.clone()
             else:
-                shape, dtype = own_shape(shard), member.parameter.gather_dtype
-                values = torch.empty(shape, dtype=dtype, device=own_part(shard).device)
+                shape, dtype = tensor_shard_shape(shard), member.parameter.gather_dtype
+                values = torch.empty(shape, dtype=dtype, device=local_shard(shard).device)
         dist.broadcast(values, group_src=0, group=self._sequencer.data_group)
         if written is None:
-            take(shard, values)
+            write_to_shard(shard, values)
         else:
-            written.take(values, gathered=member.gathered)
+            written.adopt(values, gathered=member.gathered)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_pardist.compat.optimizers import mark_step, post_hooks, pre_hooks
 from lightning_pardist.engines.common import elementwise
 from lightning_pardist.engines.offload.mapped_files import StateFile
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
 #: Parts of a parameter start at multiples of this, so vector kernels treat every element as in the whole parameter.
 _ALIGN = 1024
@@ -284,8 +284,8 @@ def _twin(part: _Part) -> nn.Parameter:
     """Return a parameter that shares the memory of a part."""
     if part.is_whole:
         return part.param
-    twin = elementwise.marked(
-        nn.Parameter(part.param.detach().view(-1)[part.start : part.stop]), elementwise.marks_of(part.param)
+    twin = elementwise.with_user_attributes(
+        nn.Parameter(part.param.detach().view(-1)[part.start : part.stop]), elementwise.user_attributes(part.param)
     )
     if part.param.grad is not None:
         twin.grad = part.param.grad.reshape(-1)[part.start : part.stop]
@@ -307,7 +307,7 @@ def _slices(entry: dict[str, Any], part: _Part) -> dict[str, Any]:
 
 def _local(param: Tensor) -> Tensor:
     """Return this rank's part of a DTensor."""
-    return own_part(param)
+    return local_shard(param)
 
 
 def _is_like(value: Any, param: Tensor) -> bool:

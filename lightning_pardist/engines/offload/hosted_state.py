@@ -37,7 +37,7 @@ class HostedState:
         self._copies = HostCopies(device)
         #: Owner of the state -> all memory that was ever allocated to keep it.
         self._homes: dict[Any, list[Tensor]] = {}
-        self._leaving: list[torch.Event] = []
+        self._pending_copies: list[torch.Event] = []
 
     @classmethod
     def of(cls, offload: Offload | None, device: torch.device, store: StateFile | None) -> HostedState | None:
@@ -97,10 +97,10 @@ class HostedState:
         """
         # State may have been rearranged: what was kept under one key may be under another now.
         used = [value for value in _tensors(entry) if value.device.type == "cpu" and not _is_subclass(value)]
-        free = [home for home in self._homes.get(owner, ()) if not any(_lies_in(value, home) for value in used)]
+        free = [home for home in self._homes.get(owner, ()) if not any(_is_view_within(value, home) for value in used)]
 
         def put(value: Tensor) -> Tensor:
-            if self._rests(value):
+            if self._is_in_place(value):
                 self._evict(value)
                 return value
             if _is_subclass(value):
@@ -112,14 +112,14 @@ class HostedState:
                 return value.to("cpu")
             home = next((each for each in free if _fits(each, value)), None)
             if home is None:
-                home = self._room(value)
+                home = self._host_buffer(value)
                 self._homes.setdefault(owner, []).append(home)
             else:
                 free[:] = [each for each in free if each is not home]
             kept = home.view(value.shape)
             event = self._copies.start(value.detach(), kept)
             if event is not None:
-                self._leaving.append(event)
+                self._pending_copies.append(event)
             self._evict(kept)
             return kept
 
@@ -133,11 +133,11 @@ class HostedState:
 
     def wait(self) -> None:
         """Wait until copies of the state to the host have finished, so that the host may read it."""
-        for event in self._leaving:
+        for event in self._pending_copies:
             event.synchronize()
-        self._leaving.clear()
+        self._pending_copies.clear()
 
-    def _rests(self, value: Tensor) -> bool:
+    def _is_in_place(self, value: Tensor) -> bool:
         if not value.dim():
             return True
         if value.device.type != "cpu":
@@ -149,7 +149,7 @@ class HostedState:
             self._store.holds(value) or value.numel() * value.element_size() < SMALLEST_BYTES
         )
 
-    def _room(self, value: Tensor) -> Tensor:
+    def _host_buffer(self, value: Tensor) -> Tensor:
         if self._store is None:
             return self._copies.buffer(value.numel(), value.dtype)
         return self._store.zeros(value.numel(), value.dtype)
@@ -167,7 +167,7 @@ def _fits(home: Tensor, value: Tensor) -> bool:
     return home.dtype == value.dtype and home.numel() == value.numel()
 
 
-def _lies_in(value: Tensor, home: Tensor) -> bool:
+def _is_view_within(value: Tensor, home: Tensor) -> bool:
     return 0 <= value.data_ptr() - home.data_ptr() < home.numel() * home.element_size()
 
 

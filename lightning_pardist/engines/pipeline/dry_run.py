@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pardist.engines.pipeline.errors import CannotPipelineError, calls_in_transforms
+from lightning_pardist.engines.pipeline.errors import CannotPipelineError, transform_call_error
 from lightning_pardist.engines.pipeline.interception import undisturbed
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy
 from lightning_pardist.engines.pipeline.records import Output, Value
@@ -80,7 +80,7 @@ def _run_stage(
         raise
     except Exception as error:
         if (unit := replay.plan.trace.transformed) is not None:
-            raise calls_in_transforms("The step", unit) from error
+            raise transform_call_error("The step", unit) from error
         raise CannotPipelineError(
             f"The step fails in stage {stage_index}, where other stages' modules are stubs:"
             f" {type(error).__name__}: {error}"

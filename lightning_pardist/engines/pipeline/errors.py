@@ -24,7 +24,7 @@ class CannotPipelineError(RuntimeError):
         return type(self), (self.reason, self.alternatives)
 
 
-def asks_for_gradients(step: str, parameter: str) -> CannotPipelineError:
+def inner_gradient_error(step: str, parameter: str) -> CannotPipelineError:
     """Return the error for a step that differentiates with respect to other ranks' parameters, as in meta-learning.
 
     Args:
@@ -39,7 +39,7 @@ def asks_for_gradients(step: str, parameter: str) -> CannotPipelineError:
     )
 
 
-def calls_in_transforms(step: str, unit: str) -> CannotPipelineError:
+def transform_call_error(step: str, unit: str) -> CannotPipelineError:
     """Return the error for a step that calls units inside a ``torch.func`` transform and fails as stages.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pardist.compat.modules import own_buffers, own_modules
-from lightning_pardist.engines.common.devices import device_in_use, random_stays
+from lightning_pardist.engines.common.devices import device_in_use, preserve_random_state
 from lightning_pardist.engines.common.own_generators import set_state, state_of
 
 #: Takes the unit's name, its original forward, args and kwargs; returns the result of the call.
@@ -73,7 +73,7 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
     hooks = hooks_of(root)
     lasting = False
     try:
-        with random_stays(device_in_use()):
+        with preserve_random_state(device_in_use()):
             yield
         # Not after an exception: hooks may be left that the run would have removed.
         lasting = not hooks_of(root) <= hooks

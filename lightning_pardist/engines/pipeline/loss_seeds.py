@@ -83,7 +83,7 @@ class LossMakeup:
 
 
 @dataclass(frozen=True)
-class Weighing:
+class LossWeighting:
     """Weights of the losses of a step's micro-batches.
 
     Attributes:
@@ -185,7 +185,7 @@ class LossSeeds:
         if self._backwards == 1:
             self._all_known = self._forwards == len(self._parts)
             if self._expected is None:
-                self._expected = self._guess(index)
+                self._expected = self._estimate_count(index)
         if self._backwards == (1 if self._all_known else len(self._parts)):
             self._settle()
 
@@ -204,7 +204,7 @@ class LossSeeds:
         handles = scale_gradients(terms, torch.stack(factors)).coming_in if factors else {}
         return torch.full_like(loss, self._scale), handles
 
-    def finish(self) -> Weighing:
+    def finish(self) -> LossWeighting:
         """Return the weights of the step's losses, after the last backward. Not collective."""
         weights = [part_weight(terms, part.size) for terms, part in zip(self._terms, self._parts, strict=True)]
         is_sum = any(weight is None for weight in weights)
@@ -213,13 +213,13 @@ class LossSeeds:
         said = (self._correction, self._several.double(), self._agreed.double())
         numbers: list[float] = torch.stack([each.reshape(()) for each in (*shares, *said)]).tolist()
         *found, correction, several, alike = numbers
-        return Weighing(tuple(found), is_sum, correction, bool(several) and len(self._parts) > 1, bool(alike))
+        return LossWeighting(tuple(found), is_sum, correction, bool(several) and len(self._parts) > 1, bool(alike))
 
     # --- factors before all counts are known --------------------------------------------------------------------
 
     def _factor(self, key: str, term: Term, index: int) -> Tensor:
         """Return the factor for the gradient of a term."""
-        if term.is_nothing:
+        if term.is_zero:
             return self._number(0.0)
         if self._all_known:
             return self._known_factor(term, key, self._parts[index].size)
@@ -235,7 +235,7 @@ class LossSeeds:
         first = _first_mean(self._terms[index])
         return self._number(self._parts[index].size if first is None else first.divisor)
 
-    def _guess(self, index: int) -> Tensor:
+    def _estimate_count(self, index: int) -> Tensor:
         """Estimate the step's average count per rank from one micro-batch. Collective over the group."""
         own = self._own(index) * (self._samples / max(self._parts[index].size, 1))
         counted = torch.stack([own, (own > 0).to(own)])
@@ -264,9 +264,9 @@ class LossSeeds:
         merged: dict[str, Term] = {}
         for terms in found:
             for key, term in _keyed(terms):
-                if term.is_nothing:
+                if term.is_zero:
                     continue
-                merged[key] = _added_up(merged[key], term) if key in merged else term
+                merged[key] = _sum_terms(merged[key], term) if key in merged else term
         merged = {key: _floored_once(term) for key, term in merged.items()}
         signs = (float(ratios is None), float(bool(ratios)), mark, mark**2)
         balance = exchange(
@@ -317,7 +317,7 @@ def _keyed(terms: Sequence[Term]) -> list[tuple[str, Term]]:
     return list(zip(names, terms, strict=True))
 
 
-def _added_up(one: Term, other: Term) -> Term:
+def _sum_terms(one: Term, other: Term) -> Term:
     """Return the combined term of two sets of micro-batches."""
     return replace(one, count=one.count + other.count, surplus=larger(one.surplus, other.surplus))
 
@@ -340,7 +340,7 @@ def _are_alike(losses: Sequence[list[Term]]) -> bool:
 
 
 def _varying(terms: Sequence[Term]) -> list[Term]:
-    return [term for term in terms if term.kind != "constant" and not term.is_nothing]
+    return [term for term in terms if term.kind != "constant" and not term.is_zero]
 
 
 def _first_mean(terms: Sequence[Term]) -> Term | None:

@@ -80,7 +80,7 @@ class OutOfScheduleForward:
 
     def remove(self) -> None:
         """Restore the module's own parameters and ``forward``s. Not collective."""
-        self._give_back()
+        self._release_borrowed()
         for module in self._patched:
             answer = module.__dict__.pop("forward")
             if answer.had:
@@ -91,7 +91,7 @@ class OutOfScheduleForward:
     def suspended(self) -> Iterator[None]:
         """Pass calls inside straight to the module, while a step runs as stages."""
         before, self._inside = self._inside, True
-        self._give_back()
+        self._release_borrowed()
         try:
             yield
         finally:
@@ -110,7 +110,7 @@ class OutOfScheduleForward:
         try:
             if not self._inside:
                 # Drop borrowed values: optimizers may have stepped since the last step.
-                self._give_back()
+                self._release_borrowed()
             own = self._tables()
             if not self._inside:
                 self._borrow()
@@ -146,7 +146,7 @@ class OutOfScheduleForward:
             return forward(*args, **kwargs)
         self._inside = True
         try:
-            return self._answer(name, forward, (args, kwargs))
+            return self._run_for_all_ranks(name, forward, (args, kwargs))
         except (RuntimeError, TimeoutError) as error:
             if self._channel is not self._outside or not _TIMEOUT.search(str(error)):
                 raise
@@ -157,7 +157,9 @@ class OutOfScheduleForward:
         finally:
             self._inside = False
 
-    def _answer(self, name: str, forward: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def _run_for_all_ranks(
+        self, name: str, forward: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> Any:
         region = OwnerRegion(self._channel, self.placement.unit_owner(name))
         outer = flatten(arguments)[0]
         if any(isinstance(leaf, FakeTensor) for leaf in outer):
@@ -174,7 +176,7 @@ class OutOfScheduleForward:
             for index, tensor in zip(wanted, inside, strict=True):
                 inner[index] = tensor
             if name in self.placement.plan.trace.writers:
-                # Autograd may save what the unit writes to, and :meth:`_take` writes to the caller's tensors again.
+                # Autograd may save what the unit writes to; :meth:`_apply_message` writes to the caller's tensors.
                 inner = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in inner]
             if any(a is not b for a, b in zip(inner, outer, strict=True)):
                 given = replace_leaves(arguments, inner)
@@ -185,7 +187,7 @@ class OutOfScheduleForward:
                 region.leave(token, [], RegionFailure(said))
                 raise
         message, outputs = region.leave(token, done.outputs, done.message)
-        return self._take(name, message, outputs, arguments, outer)
+        return self._apply_message(name, message, outputs, arguments, outer)
 
     def _run(self, name: str, forward: Callable[..., Any], given: Any, inner: list[Any]) -> _Done:
         """Run the unit's own forward on its owner, and pack its result and side effects."""
@@ -210,7 +212,9 @@ class OutOfScheduleForward:
         )
         return done
 
-    def _take(self, name: str, message: _Message, outputs: Sequence[Tensor], arguments: Any, outer: list[Any]) -> Any:
+    def _apply_message(
+        self, name: str, message: _Message, outputs: Sequence[Tensor], arguments: Any, outer: list[Any]
+    ) -> Any:
         """Apply the unit's side effects on this rank, and return its result."""
         for index, position in message.written:
             outer[index].copy_(outputs[position])
@@ -253,7 +257,7 @@ class OutOfScheduleForward:
             self.placement.broadcast(own[name], self.placement.holders[name][0])
             own[name].grad = own[name].grad if own[name] not in self._borrowed else None
 
-    def _give_back(self) -> None:
+    def _release_borrowed(self) -> None:
         borrowed, self._borrowed, self._has_borrowed = self._borrowed, {}, False
         for whole, stand_in in borrowed.items():
             stand_in.__dict__.pop("borrowed", None)
@@ -273,7 +277,7 @@ class OutOfScheduleForward:
                     own_parameters(module)[name] = others[parameter]
 
     def _patch(self, module: nn.Module, name: str | None) -> None:
-        answer = _Answer(self, name, module)
+        answer = _ReplacedForward(self, name, module)
         # Set on the instance, bypassing nn.Module.__setattr__: the class and the state dict do not change.
         module.__dict__["forward"] = answer
         self._patched.append(module)
@@ -363,7 +367,7 @@ def _version(leaf: Any) -> int:
     return version_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
-class _Answer:
+class _ReplacedForward:
     """Replacement for a module's ``forward``; a copied or unpickled module gets its class's ``forward`` back."""
 
     def __init__(self, calls: OutOfScheduleForward, name: str | None, module: nn.Module) -> None:

@@ -55,7 +55,9 @@ class RegionChannel:
         self.rank = group.rank()
         self._wire = device if device.type in str(dist.get_backend_config(group)) else torch.device("cpu")
 
-    def tell(self, owner: int, message: Any, tensors: Sequence[Tensor | None] = ()) -> tuple[Any, list[Tensor | None]]:
+    def broadcast(
+        self, owner: int, message: Any, tensors: Sequence[Tensor | None] = ()
+    ) -> tuple[Any, list[Tensor | None]]:
         """Broadcast the owner's message and tensors. Collective over the group.
 
         Args:
@@ -133,7 +135,7 @@ class OwnerRegion:
             made = _Leave.apply(self, box, 1, token, *(outputs if self.is_owner else ()))
             message = box[0]
         else:
-            message, found = self.channel.tell(self.owner, message, outputs if self.is_owner else ())
+            message, found = self.channel.broadcast(self.owner, message, outputs if self.is_owner else ())
             made = tuple(tensor for tensor in found if tensor is not None)
         if isinstance(message, RegionFailure) and not self.is_owner:
             raise RuntimeError(message.text)
@@ -154,7 +156,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> Any:
         region = ctx.region
         if not torch.is_grad_enabled():
-            return None, *region.channel.tell(region.owner, None, gradients)[1]
+            return None, *region.channel.broadcast(region.owner, None, gradients)[1]
         (token,) = ctx.saved_tensors
         # The entry's own token connects double backward to the entry, also through what the owner has computed.
         of_token = torch.zeros((), device=region.channel.device) if of_token is None else of_token
@@ -168,7 +170,7 @@ class _Leave(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.region, ctx.num_tokens = region, num_tokens
         ctx.set_materialize_grads(False)
-        box[0], found = region.channel.tell(region.owner, box[0], values[num_tokens:])
+        box[0], found = region.channel.broadcast(region.owner, box[0], values[num_tokens:])
         made = tuple(None if x is None else x.detach() for x in found)
         pairs = zip(made, found, strict=True)
         ctx.mark_non_differentiable(*(m for m, x in pairs if m is not None and x is not None and not x.requires_grad))

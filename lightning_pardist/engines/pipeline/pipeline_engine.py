@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pardist.collectives import wire_device, world_group
-from lightning_pardist.engines.common.devices import random_stays
+from lightning_pardist.engines.common.devices import preserve_random_state
 from lightning_pardist.engines.common.loss_setting import LossWeight
-from lightning_pardist.engines.common.own_generators import generators_of, generators_stay
+from lightning_pardist.engines.common.own_generators import generators_of, preserve_generators
 from lightning_pardist.engines.data_engine import MicrobatchContext
 from lightning_pardist.engines.pipeline.clock import TimedAction, Timeline
 from lightning_pardist.engines.pipeline.cut import split_batch
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
-from lightning_pardist.engines.pipeline.loss_seeds import LossSeeds, Weighing
+from lightning_pardist.engines.pipeline.loss_seeds import LossSeeds, LossWeighting
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch
 from lightning_pardist.engines.pipeline.nested import flatten, map_leaves, rebuild
 from lightning_pardist.engines.pipeline.placement import Placement
@@ -309,7 +309,7 @@ class PipelineEngine:
         parameters = {stage: self.placement.stage_parameters(stage) for stage in stages}
         runtime = Runtime(program.replay, program.wire, lists, self.rank, parameters, turns, self._steady)
         own = program.replay.generators = generators_of(self.module)
-        with random_stays(self.device), generators_stay(own), program.replay.stub_parameters():
+        with preserve_random_state(self.device), preserve_generators(own), program.replay.stub_parameters():
             return runtime.run(work)
 
     def _mode(self, grad: bool) -> Hashable:
@@ -343,7 +343,7 @@ class PipelineEngine:
         self._evals.append((plan, program))
         return program
 
-    def _result(self, done: Finished, parts: list[MicroBatch], weighing: Weighing | None) -> StepResult:
+    def _result(self, done: Finished, parts: list[MicroBatch], weighing: LossWeighting | None) -> StepResult:
         last = self.stage_ranks[-1]
         results = tuple(_plain(done.results[index]) for index in sorted(done.results))
         losses = tuple(done.losses[index] for index in sorted(done.losses))

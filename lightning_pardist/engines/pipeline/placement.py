@@ -13,10 +13,10 @@ from lightning_pardist.collectives import as_bytes, irecv, isend, world_group
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.agreed_buffers import agree_on_buffers
 from lightning_pardist.engines.common.devices import numbers_on
-from lightning_pardist.engines.common.parameter_traits import take_place
+from lightning_pardist.engines.common.parameter_traits import copy_traits
 from lightning_pardist.engines.pipeline.remote_parameter import RemoteParameter
 from lightning_pardist.engines.pipeline.stage_plan import PipelinePlan
-from lightning_pardist.local_tensors import own_part, wrapped_like
+from lightning_pardist.local_tensors import local_shard, wrap_like
 
 
 class Placement:
@@ -50,17 +50,17 @@ class Placement:
         self._first_name = {name: first for first, info in plan.trace.parameters.items() for name in info.names}
         self._units = sorted(plan.unit_stages, key=len, reverse=True)
         self._buffer_names = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        self._remembered: dict[str, nn.Parameter] | None = None
+        self._fixed_parameters: dict[str, nn.Parameter] | None = None
 
-    def remember(self) -> None:
+    def fix_parameters(self) -> None:
         """Use the module's current parameters in all later calls until :meth:`restore`. Not collective.
 
         A data axis that shards parameters replaces them in the module during a step.
         """
-        self._remembered = dict(self.module.named_parameters())
+        self._fixed_parameters = dict(self.module.named_parameters())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters()) if self._remembered is None else self._remembered
+        return dict(self.module.named_parameters()) if self._fixed_parameters is None else self._fixed_parameters
 
     def owner_of(self, name: str) -> int:
         """Return the owner of a parameter or buffer: the lowest rank that holds it.
@@ -75,7 +75,7 @@ class Placement:
         first = self._first_name.get(name)
         if first is not None:
             return self.holders[first][0]
-        return self.rank if self._came_later(name) else self.unit_owner_of(name)
+        return self.rank if self._is_new_parameter(name) else self.unit_owner_of(name)
 
     def unit_owner_of(self, name: str) -> int:
         """Return the owner of the unit that contains a parameter or buffer, given its name; 0 outside of units."""
@@ -127,7 +127,7 @@ class Placement:
                     what=f"{name!r}, which rank {self.owner_of(name)} of the pipeline holds",
                 )
                 # Keep attributes and gradient hooks: optimizers select parameters by attributes, equally on all ranks.
-                take_place(empty[id(parameter)], parameter)
+                copy_traits(empty[id(parameter)], parameter)
             owner, _, last = name.rpartition(".")
             own_parameters(self.module.get_submodule(owner))[last] = empty[id(parameter)]
         return freed
@@ -141,7 +141,7 @@ class Placement:
         Returns:
             Each placeholder and the parameter that replaces it.
         """
-        self._remembered = None
+        self._fixed_parameters = None
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         own = dict(self.module.named_parameters())
         for name, holders in self.holders.items():
@@ -153,7 +153,7 @@ class Placement:
                     parameter.shape, parameter.stride(), dtype=parameter.dtype, device=_device_of(self.module)
                 )
                 replaced[parameter] = nn.Parameter(whole, parameter.requires_grad)
-                take_place(replaced[parameter], parameter)
+                copy_traits(replaced[parameter], parameter)
             self.broadcast(replaced.get(parameter, parameter), holders[0])
         for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
             if parameter in replaced:
@@ -199,20 +199,20 @@ class Placement:
 
     def _reduce_bucket(self, parameters: list[nn.Parameter], ranks: tuple[int, ...]) -> None:
         # Parameters split over tensor ranks: each rank sums its local part with those of the same tensor index.
-        parts = [own_part(p).detach() for p in parameters]
-        grads = [None if p.grad is None else own_part(p.grad) for p in parameters]
+        parts = [local_shard(p).detach() for p in parameters]
+        grads = [None if p.grad is None else local_shard(p.grad) for p in parameters]
         present = numbers_on(parts[0].device, [float(grad is not None) for grad in grads])
         pieces = [
             torch.zeros_like(part).view(-1) if grad is None else grad.reshape(-1)
             for part, grad in zip(parts, grads, strict=True)
         ]
         flat = torch.cat([*pieces, present.to(parts[0].dtype)])
-        flat = self._add_over(flat, ranks)
+        flat = self._sum_over(flat, ranks)
         *sums, counts = flat.split([part.numel() for part in parts] + [len(parts)])
         for parameter, part, total, count in zip(parameters, parts, sums, counts.tolist(), strict=True):
-            parameter.grad = wrapped_like(total.view_as(part).clone(), parameter) if count else None
+            parameter.grad = wrap_like(total.view_as(part).clone(), parameter) if count else None
 
-    def _add_over(self, flat: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+    def _sum_over(self, flat: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
         """Return the sum over some of the ranks, bitwise equal on all of them.
 
         Uses point-to-point messages: a process group for each set of holders would have to be created by all ranks of
@@ -287,7 +287,7 @@ class Placement:
         if strict and (missing or result.unexpected_keys):
             raise RuntimeError(f"The state dict misses {missing} and has unexpected {sorted(result.unexpected_keys)}.")
 
-    def _came_later(self, name: str) -> bool:
+    def _is_new_parameter(self, name: str) -> bool:
         return name not in self._buffer_names and name in dict(self.module.named_buffers(remove_duplicate=False))
 
     def _unit_of(self, name: str) -> str | None:

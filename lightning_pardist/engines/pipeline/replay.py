@@ -221,15 +221,15 @@ class _Run:
 
     def _go(self, step: Callable[[Any], Any], microbatch: Any) -> StageRun:
         try:
-            with intercepted(self.replay.units, self._call), self._rerunnable(), patches.unchanged_parameters_stay():
+            with intercepted(self.replay.units, self._call), self._rerunnable(), patches.keep_unchanged_parameters():
                 self.done.result = step(microbatch)
         except _CutOffError:
             return self.done
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise self._looked_at(error) from error
+            raise self._value_read_error(error) from error
         except (RuntimeError, TypeError) as error:
             if _is_about_stubs(error):
-                raise self._looked_at(error) from error
+                raise self._value_read_error(error) from error
             raise
         if self.cut:
             raise CannotPipelineError(
@@ -237,12 +237,12 @@ class _Run:
                 " Exception instead."
             )
         if not self.position and self.plan.trace.calls:
-            self._leave_out()
+            self._handle_early_return()
         elif not self.is_last or self.position < len(self.plan.trace.calls):
-            raise self._other_order("returned")
+            raise self._call_order_error("returned")
         return self.done
 
-    def _leave_out(self) -> None:
+    def _handle_early_return(self) -> None:
         """Handle a step that returned before it called the model, on every stage: send empty tensors without grad."""
         self.done.left_out = True
         for index in self.calls:
@@ -278,7 +278,7 @@ class _Run:
         if self.cut:
             raise _CutOffError
         if index >= len(calls) or calls[index].unit != name:
-            raise self._other_order(f"called {name!r}")
+            raise self._call_order_error(f"called {name!r}")
         self.position += 1
         if index < self.calls.start:
             result = self._stub(index, args, kwargs)
@@ -312,7 +312,7 @@ class _Run:
             if value not in self.replay.needed:
                 continue
             if not isinstance(leaf, torch.Tensor):
-                raise self._other_order(f"got {type(leaf).__name__} as output {position} of {name!r}")
+                raise self._call_order_error(f"got {type(leaf).__name__} as output {position} of {name!r}")
             if isinstance(leaf, FakeTensor):
                 raise CannotPipelineError(
                     f"{name!r} in stage {self.stage_index} uses a value that it did not use in the recorded run, and"
@@ -369,7 +369,7 @@ class _Run:
             seed_generators(seed, torch.device("cpu") if self.replay.device is None else self.replay.device)
             seed_all(self.replay.generators, seed)
 
-    def _other_order(self, what: str) -> CannotPipelineError:
+    def _call_order_error(self, what: str) -> CannotPipelineError:
         calls = self.plan.trace.calls
         expected = repr(calls[self.position].unit) if self.position < len(calls) else "no further unit"
         return CannotPipelineError(
@@ -378,7 +378,7 @@ class _Run:
             ALTERNATIVES,
         )
 
-    def _looked_at(self, error: Exception) -> CannotPipelineError:
+    def _value_read_error(self, error: Exception) -> CannotPipelineError:
         after = repr(self.plan.trace.calls[self.position - 1].unit) if self.position else "the beginning of the step"
         return CannotPipelineError(
             f"After {after}, code between units reads the value of a tensor that is on another stage ({error}), found"

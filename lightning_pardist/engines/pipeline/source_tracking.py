@@ -116,7 +116,7 @@ class SourceTracker(TorchDispatchMode):
         self.call, self.flops = None, 0
         return needs, flops
 
-    def look(self, tensors: Iterable[torch.Tensor], *, explicit: bool) -> None:
+    def note_read(self, tensors: Iterable[torch.Tensor], *, explicit: bool) -> None:
         """Record a read of tensor values, which stubs do not have."""
         found = _NOTHING.union(*(self.sources(tensor) for tensor in tensors))
         if self.call is not None:
@@ -138,7 +138,7 @@ class SourceTracker(TorchDispatchMode):
         if deciding:
             self.dynamic = self.dynamic or torch.Tag.dynamic_output_shape in func.tags
             if self.call is None:
-                self.look(deciding, explicit=self.asked and torch.Tag.data_dependent_output in func.tags)
+                self.note_read(deciding, explicit=self.asked and torch.Tag.data_dependent_output in func.tags)
         self._follow(func, list(tensors_of((args, kwargs))), list(tensors_of(result)), _written(func, args, kwargs))
         if func is pack_padded_sequence and self.call is None:
             self._taint[self.storage_of(result[1])] = self.sources(args[1])  # Batch sizes come from the lengths alone.
@@ -156,7 +156,7 @@ class SourceTracker(TorchDispatchMode):
         viewed = {key for key in (self.storage_of(tensor) for tensor in made) if key in before and key not in written}
         if made and len(viewed) == len({self.storage_of(tensor) for tensor in made}):
             return
-        passed = self._passed_on(func, before, found)
+        passed = self._forward_signal(func, before, found)
         for tensor in made:
             key = self.storage_of(tensor)
             if key not in before:
@@ -168,7 +168,7 @@ class SourceTracker(TorchDispatchMode):
         if any(self.storage_of(tensor) in self._from_batch for tensor in read):
             self._from_batch |= {self.storage_of(tensor) for tensor in changed}
 
-    def _passed_on(self, func: Any, before: set[int], found: frozenset[Source]) -> frozenset[Source]:
+    def _forward_signal(self, func: Any, before: set[int], found: frozenset[Source]) -> frozenset[Source]:
         if self.call is None:
             self.free_parameters |= {source for source in found if isinstance(source, str)}
             return found
@@ -201,7 +201,7 @@ class SourceTracker(TorchDispatchMode):
         return key
 
 
-class LookWatcher(TorchFunctionMode):
+class ReadWatcher(TorchFunctionMode):
     """Reports to a tracker the function calls that read values or run backward without a visible operator."""
 
     def __init__(self, tracker: SourceTracker) -> None:
@@ -213,7 +213,7 @@ class LookWatcher(TorchFunctionMode):
     ) -> Any:
         """Run a function, and report it if it copies values out of a tensor or computes gradients."""
         if func in _WAYS_OUT:
-            self.tracker.look(tensors_of(args), explicit=True)
+            self.tracker.note_read(tensors_of(args), explicit=True)
         before = self.tracker.asked, self.tracker.in_backward
         self.tracker.asked, self.tracker.in_backward = func in _QUESTIONS, before[1] or func in _BACKWARD
         try:

@@ -118,7 +118,7 @@ class _Graph:
             return node in goals or any(self._inner[child] for child in _children(node))
 
         _after_children(roots, self._inner, visit, self._order)
-        self._goals = goals
+        self._stop_nodes = goals
 
     def is_inner(self, node: Node) -> bool:
         """Return whether a node leads to an input."""
@@ -134,7 +134,7 @@ class _Graph:
 
         found = []
         for node in self._order:
-            if not self._inner[node] or node in self._goals:
+            if not self._inner[node] or node in self._stop_nodes:
                 continue
             outer = [child for child in _children(node) if not self._inner[child]]
             _after_children(outer, below, visit, [])

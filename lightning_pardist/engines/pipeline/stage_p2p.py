@@ -47,7 +47,7 @@ class PendingValues:
     works: list[Any] = field(default_factory=list)
 
 
-class _Known:
+class _ShapeCache:
     """Cache of shapes by signature, collected during a step and used from the next step on."""
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class StageP2P:
         self._wire = wire_device(self.group, device)
         self.timeout = timedelta(seconds=timeout_s)
         self.trust = trust_signatures
-        self._sent = _Known()
-        self._received = _Known()
+        self._sent = _ShapeCache()
+        self._received = _ShapeCache()
         self._pending: list[tuple[Any, torch.Tensor]] = []
 
     def global_rank(self, rank: int) -> int:

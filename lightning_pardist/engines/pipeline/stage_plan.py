@@ -161,22 +161,22 @@ def plan_stages(
     if num_stages < 1:
         raise ValueError(f"num_stages={num_stages} is not positive. Use 1 or more.")
     allowed = _allowed_cuts(trace, reads)
-    bounds = _bounds_by_hand(trace, num_stages, split) if split is not None else None
+    bounds = _bounds_from_setting(trace, num_stages, split) if split is not None else None
     if bounds is None:
-        cut_costs = [float(_num_bytes(trace, _crossing(trace, cut))) for cut in range(len(trace.calls))]
+        cut_costs = [float(_num_bytes(trace, _values_across(trace, cut))) for cut in range(len(trace.calls))]
         bounds = balance(_item_costs(trace), num_stages, cut_costs=cut_costs, allowed=[not why for why in allowed])
     if bounds is None:
-        raise CannotPipelineError(_why_not(trace, num_stages, allowed))
+        raise CannotPipelineError(_cut_refusal(trace, num_stages, allowed))
     for cut in bounds[1:-1]:
         if allowed[cut]:
             raise CannotPipelineError(f"A stage cannot begin at {trace.calls[cut].unit!r}: {allowed[cut]}")
     placed = _place(trace, bounds, reads)
     for other in also:
-        placed = _hold_for(placed, other)
+        placed = _add_parameters_read_by(placed, other)
     return placed
 
 
-def _hold_for(placed: PipelinePlan, other: StepRecord) -> PipelinePlan:
+def _add_parameters_read_by(placed: PipelinePlan, other: StepRecord) -> PipelinePlan:
     """Add the parameters that another step reads to the stages that read them."""
     bounds = _follow_placement(placed, other)
     holders = {name: set(stages) for name, stages in placed.parameter_stages.items()}
@@ -271,7 +271,7 @@ def _values_sent(trace: StepRecord, bounds: tuple[int, ...], reads: ReadPolicy) 
     return tuple(reversed(sent))
 
 
-def _crossing(trace: StepRecord, cut: int) -> set[Value]:
+def _values_across(trace: StepRecord, cut: int) -> set[Value]:
     """Return the values made before a cut and needed after it."""
     needs = set(trace.result_needs).union(*(call.needs for call in trace.calls[cut:]))
     return {source for source in needs if isinstance(source, Value) and source.call < cut}
@@ -346,7 +346,7 @@ def cut_units(
         ValueError: If ``split`` does not name the beginning of ``num_stages - 1`` parts.
     """
     if split is not None:
-        bounds = _bounds_by_hand(trace, num_stages, split)
+        bounds = _bounds_from_setting(trace, num_stages, split)
         if not all(allowed[bound] for bound in bounds[:-1]):
             raise ValueError(f"split={list(split)} separates layers that share parameters. Split elsewhere.")
         return bounds
@@ -356,7 +356,7 @@ def cut_units(
     return found
 
 
-def _bounds_by_hand(trace: StepRecord, num_stages: int, split: Sequence[str]) -> tuple[int, ...]:
+def _bounds_from_setting(trace: StepRecord, num_stages: int, split: Sequence[str]) -> tuple[int, ...]:
     if len(split) != num_stages - 1:
         raise ValueError(
             f"split={list(split)} names {len(split)} cuts, but {num_stages} stages need {num_stages - 1}."
@@ -376,7 +376,7 @@ def _bounds_by_hand(trace: StepRecord, num_stages: int, split: Sequence[str]) ->
     return (*bounds, len(trace.calls))
 
 
-def _why_not(trace: StepRecord, num_stages: int, reasons: list[str]) -> str:
+def _cut_refusal(trace: StepRecord, num_stages: int, reasons: list[str]) -> str:
     if not trace.calls:
         return "The step calls no module that holds parameters, so there is nothing to cut."
     if len(trace.calls) < num_stages:

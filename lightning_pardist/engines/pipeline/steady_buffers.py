@@ -71,7 +71,7 @@ class SteadyBuffers:
 
 
 @torch.no_grad()
-def really_steady(
+def confirm_steady_buffers(
     root: nn.Module, names: Collection[str], step: Callable[[Any], Any], batch: Any, microbatch: Any
 ) -> frozenset[str]:
     """Return the buffers with equal values after a step on a batch and on a part of it, e.g. no counts of samples.

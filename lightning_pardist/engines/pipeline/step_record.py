@@ -31,7 +31,7 @@ from lightning_pardist.engines.pipeline.records import (
     UnitCall,
     Value,
 )
-from lightning_pardist.engines.pipeline.source_tracking import LookWatcher, SourceTracker
+from lightning_pardist.engines.pipeline.source_tracking import ReadWatcher, SourceTracker
 
 Step = Callable[[Any], Any]
 _MAX_RUNS = 6
@@ -44,7 +44,7 @@ def record_step(
     *,
     grad: bool = True,
     loss_of: Callable[[Any], torch.Tensor | None] | None = None,
-    in_one_piece: Iterable[str] = (),
+    unsplittable_modules: Iterable[str] = (),
 ) -> StepRecord:
     """Run ``step(batch)`` once and record its units. Not collective; the module must hold all its parameters.
 
@@ -58,7 +58,7 @@ def record_step(
         batch: One sample micro-batch.
         grad: Whether the step will be differentiated.
         loss_of: Returns the loss in the step's result; :func:`find_loss` by default.
-        in_one_piece: Names of modules that must not be cut.
+        unsplittable_modules: Names of modules that must not be cut.
 
     Returns:
         The record, plain data for :func:`~.stage_plan.plan_stages`.
@@ -66,12 +66,12 @@ def record_step(
     Raises:
         CannotPipelineError: If a unit runs inside reentrant activation checkpointing, where it has no autograd graph.
     """
-    grain = Grain.around(in_one_piece)
+    grain = Grain.around(unsplittable_modules)
     for _ in range(_MAX_RUNS):
         recording = _Recording(module, find_pipeline_units(module, grain))
         with undisturbed(module), torch.set_grad_enabled(grad):
             recorded = recording.run(step, batch, grad, loss_of or find_loss)
-        better = recording.better_grain(grain, recorded)
+        better = recording.refined_grain(grain, recorded)
         if better == grain:
             return recorded
         grain = better
@@ -157,7 +157,7 @@ class _Recording:
         given, before = fresh_copy(batch), dict(self.root.named_buffers())
         self.tracker.note_batch(tensors_in(given))
         self.lengths = {each.shape[0] for each in tensors_in(given) if each.dim()}
-        with intercepted(self.units, self._call), LookWatcher(self.tracker), self.tracker:
+        with intercepted(self.units, self._call), ReadWatcher(self.tracker), self.tracker:
             result = step(given)
         if grad:
             self._refuse_reentrant_checkpoints()
@@ -281,13 +281,13 @@ class _Recording:
             for key, own in names.items()
         }
 
-    def better_grain(self, grain: Grain, recorded: StepRecord) -> Grain:
+    def refined_grain(self, grain: Grain, recorded: StepRecord) -> Grain:
         """Return the grain with the corrections that this run suggests."""
-        better = self._join_uncalled(grain, recorded)
-        better = self._take_buffer_owners(better)
-        return better if better != grain else self._open_leaky(grain, recorded)
+        better = self._merge_uncalled_units(grain, recorded)
+        better = self._make_buffer_owners_units(better)
+        return better if better != grain else self._split_leaking_blocks(grain, recorded)
 
-    def _join_uncalled(self, grain: Grain, recorded: StepRecord) -> Grain:
+    def _merge_uncalled_units(self, grain: Grain, recorded: StepRecord) -> Grain:
         """Handle a unit whose weights are used without calling it: make its parent the unit, or split the unit."""
         called = {call.unit for call in recorded.calls}
         for name, unit in self.units.items():
@@ -305,7 +305,7 @@ class _Recording:
                 return grain.open(name)
         return grain
 
-    def _take_buffer_owners(self, grain: Grain) -> Grain:
+    def _make_buffer_owners_units(self, grain: Grain) -> Grain:
         """Make every module outside of units that updates its own buffers a unit: only one stage may run it."""
         written = self.tracker.buffers_written
         for name, module in self.root.named_modules():
@@ -316,7 +316,7 @@ class _Recording:
                 grain = grain.take_whole(name)
         return grain
 
-    def _open_leaky(self, grain: Grain, recorded: StepRecord) -> Grain:
+    def _split_leaking_blocks(self, grain: Grain, recorded: StepRecord) -> Grain:
         """Split a block that passes values out other than by its outputs, so that they become outputs of a layer."""
         readers = [call.needs for call in recorded.calls] + [read.needs for read in recorded.reads]
         leaky = {s.call for needs in (*readers, recorded.result_needs) for s in needs if isinstance(s, Escape)}

@@ -16,7 +16,7 @@ class WorkerClocks:
     def __init__(self, workers: Iterable[int], max_ahead: int | None) -> None:
         self.max_ahead = max_ahead
         self._ticks = dict.fromkeys(workers, 0)
-        self._resting: set[int] = set()
+        self._excluded: set[int] = set()
 
     def tick(self, worker: int) -> int:
         """Count a worker's contribution; return how many updates the worker is ahead of the slowest.
@@ -32,25 +32,25 @@ class WorkerClocks:
             )
         return ahead
 
-    def may_go_on(self, worker: int) -> bool:
+    def may_proceed(self, worker: int) -> bool:
         """Return whether the worker's next contribution keeps the bound, whatever the others contribute meanwhile."""
         return self.max_ahead is None or self._ahead(worker) + 1 <= self.max_ahead
 
-    def rest(self, worker: int) -> None:
+    def exclude(self, worker: int) -> None:
         """Exclude a worker from the slowest: it waits for the others at a meeting, or is done."""
-        self._resting.add(worker)
+        self._excluded.add(worker)
 
     def slowest(self) -> set[int]:
         """Return the workers that others wait for, if any waits."""
-        ticks = {worker: ticks for worker, ticks in self._ticks.items() if worker not in self._resting}
+        ticks = {worker: ticks for worker, ticks in self._ticks.items() if worker not in self._excluded}
         return {worker for worker, count in ticks.items() if count == min(ticks.values())}
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """Set all clocks to the same value, after all workers have met."""
         level = max(self._ticks.values(), default=0)
         self._ticks = dict.fromkeys(self._ticks, level)
-        self._resting.clear()
+        self._excluded.clear()
 
     def _ahead(self, worker: int) -> int:
-        others = (ticks for other, ticks in self._ticks.items() if other not in self._resting or other == worker)
+        others = (ticks for other, ticks in self._ticks.items() if other not in self._excluded or other == worker)
         return self._ticks[worker] - min(others)

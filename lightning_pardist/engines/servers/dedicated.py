@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.checkpoint.tensors import restore_shared
-from lightning_pardist.engines.servers.lines import WorkerThreads
-from lightning_pardist.engines.servers.messages import Kind, Line
+from lightning_pardist.engines.servers.messages import Connection, Kind
 from lightning_pardist.engines.servers.plain_values import unpack_plain
 from lightning_pardist.engines.servers.roles import Roles
 from lightning_pardist.engines.servers.served_updates import ServedUpdates, make_server
 from lightning_pardist.engines.servers.server import ParameterServer
+from lightning_pardist.engines.servers.worker_connections import WorkerThreads
 
 #: Interval at which a server that waits for its workers checks whether it has failed.
 _LOOK_S = 0.1
@@ -37,7 +37,7 @@ def serve(
     max_staleness: int | None,
     timeout_s: float,
     gone: Callable[[], Mapping[int, str]] = dict,
-    lose: Callable[[int, str], object] = lambda worker, why: None,
+    mark_lost: Callable[[int, str], object] = lambda worker, why: None,
     is_shared: bool = False,
 ) -> Any:
     """Serve until all workers have left. Values and state come from the worker that keeps them for checkpoints.
@@ -52,7 +52,7 @@ def serve(
         max_staleness: As on the workers.
         timeout_s: Timeout of every wait of a worker.
         gone: Returns the workers that were seen to be gone by others than this server, with the reasons.
-        lose: Called with each worker that is gone, and the reason.
+        mark_lost: Called with each worker that is gone, and the reason.
         is_shared: Whether the remaining workers take over the data of each that is gone.
 
     Returns:
@@ -62,7 +62,7 @@ def serve(
         RuntimeError: If a worker is gone or failed, or has other parameters than this rank.
     """
     rank = group.rank()
-    begin = Line(group, roles.keeper(rank), tags[0], timeout_s)
+    begin = Connection(group, roles.primary_worker(rank), tags[0], timeout_s)
     log_to: str | None = None
     for _ in updates:
         message = begin.receive()
@@ -70,35 +70,35 @@ def serve(
             raise RuntimeError("The parameter server has failed: training ended before it began.")
         state = unpack_plain(message.payload)
         log_to = state["log_to"]
-        _take(updates[message.optimizer], rank, state)
+        _load_from_worker(updates[message.optimizer], rank, state)
     server = make_server(
         updates, rank=rank, roles=roles, max_staleness=max_staleness, timeout_s=timeout_s, log_to=log_to
     )
     threads = WorkerThreads(server, group, tags, timeout_s)
     threads.start()
-    told = _Told(server, gone, lose, rank=rank if rank == roles.servers[0] else None, is_shared=is_shared)
+    told = _LossExchange(server, gone, mark_lost, rank=rank if rank == roles.servers[0] else None, is_shared=is_shared)
     try:
         while not threads.join(0.0):
             server.check()
-            server.lose_late()
-            told.look()
+            server.mark_silent_lost()
+            told.poll()
             # Sleep in this thread, where a search for ranks that wait for each other finds this one.
             time.sleep(_LOOK_S)
         server.check()
-        told.look(is_over=True)
+        told.poll(is_over=True)
         threads.join_lost(_GONE_S)
     finally:
         server.close()
     return None if threads.outcome is None else unpack_plain(threads.outcome)
 
 
-class _Told:
+class _LossExchange:
     """Passes workers that are gone to a server, and workers that the server has lost to all others.
 
     Args:
         server: The server.
         gone: As for :func:`serve`.
-        lose: As for :func:`serve`.
+        mark_lost: As for :func:`serve`.
         rank: Rank of this server, if it prints messages.
         is_shared: As for :func:`serve`.
     """
@@ -107,30 +107,31 @@ class _Told:
         self,
         server: ParameterServer,
         gone: Callable[[], Mapping[int, str]],
-        lose: Callable[[int, str], object],
+        mark_lost: Callable[[int, str], object],
         *,
         rank: int | None,
         is_shared: bool,
     ) -> None:
-        self._server, self._gone, self._lose, self._rank, self._is_shared = server, gone, lose, rank, is_shared
+        self._server, self._gone, self._mark_lost = server, gone, mark_lost
+        self._rank, self._is_shared = rank, is_shared
         self._seen: dict[int, float] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
-    def look(self, *, is_over: bool = False) -> None:
+    def poll(self, *, is_over: bool = False) -> None:
         """Check which workers are gone now. Called periodically, and at the end."""
         gone = self._gone()
         for worker, why in gone.items():
-            if worker in self._server.may_go:
-                self._server.lose(worker, why)
-        for loss in self._server.losses:
+            if worker in self._server.may_be_lost:
+                self._server.mark_lost(worker, why)
+        for loss in self._server.lost_workers:
             since = self._seen.setdefault(loss.worker, time.monotonic())
             # The process that started the worker has the exit reason a moment later.
-            if loss.worker in self._told or not (
+            if loss.worker in self._reported or not (
                 is_over or loss.worker in gone or time.monotonic() - since > _HEARSAY_S
             ):
                 continue
-            self._told.add(loss.worker)
-            self._lose(loss.worker, loss.why)
+            self._reported.add(loss.worker)
+            self._mark_lost(loss.worker, loss.why)
             if self._rank is not None:
                 text = loss.describe(gone.get(loss.worker), is_shared=self._is_shared)
                 # Servers continue even if nothing can be printed.
@@ -139,7 +140,7 @@ class _Told:
 
 
 @torch.no_grad()
-def _take(updates: ServedUpdates, rank: int, begin: dict[str, Any]) -> None:
+def _load_from_worker(updates: ServedUpdates, rank: int, begin: dict[str, Any]) -> None:
     """Set an optimizer, and the parameters that this rank serves, from a worker's."""
     optimizer = updates.optimizer
     params = [param for param, owner in zip(updates.params, updates.owners, strict=True) if owner == rank]

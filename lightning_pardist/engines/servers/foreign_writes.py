@@ -43,7 +43,7 @@ class ForeignWrites:
         """Record that the optimizer shows a server's state now."""
         self._states = {param: state for param, state in self._optimizer.state.items() if state}
 
-    def put_places(self) -> None:
+    def add_placeholders(self) -> None:
         """Put placeholders for state that only a server has, so that clearing it is detected in training."""
         if self._places is None:
             state = self._optimizer.state
@@ -51,7 +51,7 @@ class ForeignWrites:
             for param, place in self._places.items():
                 state[param] = place
 
-    def take_places(self) -> None:
+    def remove_placeholders(self) -> None:
         """Remove the placeholders before the optimizer's state is read, or shown."""
         places, self._places = self._places or {}, None
         for param, place in places.items():

@@ -45,7 +45,7 @@ class Kind(enum.IntEnum):
     GONE = 12
 
 
-#: Attribute of exceptions raised by a :class:`Line`: its peer is gone, or did not receive in time.
+#: Attribute of exceptions raised by a :class:`Connection`: its peer is gone, or did not receive in time.
 _BROKEN = "_pardist_broken_line"
 
 
@@ -75,12 +75,12 @@ def _marked() -> Iterator[None]:
         raise
 
 
-def is_broken_line(error: BaseException) -> bool:
-    """Return whether an exception was raised by a :class:`Line`: its peer is gone, or did not receive in time."""
+def is_broken_connection(error: BaseException) -> bool:
+    """Return whether an exception was raised by a :class:`Connection`: its peer is gone, or did not receive in time."""
     return _BROKEN in error.__dict__
 
 
-class Line:
+class Connection:
     """Messages under one tag between this rank and another; gloo keeps their order.
 
     Args:

@@ -21,20 +21,20 @@ from typing_extensions import override
 from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
 from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.optimizers import follow_schedulers, mark_step, post_hooks, pre_hooks
+from lightning_pardist.engines.common.full_tensor_updates import FullTensorUpdates, HeldTensor
 from lightning_pardist.engines.common.owner_plan import Owners
 from lightning_pardist.engines.common.update_scope import ScopeSetting, find_scope
-from lightning_pardist.engines.common.whole_updates import HeldTensor, WholeUpdates
 from lightning_pardist.engines.servers.foreign_writes import ForeignWrites
-from lightning_pardist.engines.servers.lines import REST_DTYPES, RemoteServer, WorkerThreads, pack_update
 from lightning_pardist.engines.servers.messages import Kind, Message
 from lightning_pardist.engines.servers.plain_values import is_plain, pack_plain
 from lightning_pardist.engines.servers.roles import Roles
-from lightning_pardist.engines.servers.server import ANYWHERE, Changes, ParameterServer, Place
+from lightning_pardist.engines.servers.server import ANY_MEETING, Changes, MeetingKey, ParameterServer
 from lightning_pardist.engines.servers.share import GroupNumbers, Share, write_changes
 from lightning_pardist.engines.servers.update_log import UpdateLog
+from lightning_pardist.engines.servers.worker_connections import REST_DTYPES, RemoteServer, WorkerThreads, pack_update
 
 
-class ServedUpdates(WholeUpdates):
+class ServedUpdates(FullTensorUpdates):
     """An optimizer whose parameters are updated by servers, each of which holds the state of its share.
 
     Args:
@@ -58,7 +58,7 @@ class ServedUpdates(WholeUpdates):
         setting: ScopeSetting = "auto",
     ) -> None:
         found = find_scope(optimizer, form="flat", setting=setting)
-        super().__init__(optimizer, group=group, held=HeldTensor.as_it_is, found=found)
+        super().__init__(optimizer, group=group, held=HeldTensor.updated_in_place, found=found)
         if found.scope == "joint":
             raise ValueError(
                 f"{type(optimizer).__name__} {found.describe()}, but each server has only a share of them. Use"
@@ -68,14 +68,17 @@ class ServedUpdates(WholeUpdates):
         owners.assign(self._shapes())
         self.owners = [roles.servers[owners.of(number) or 0] for number in range(len(self._params()))]
         self.loads = owners.loads
-        self._keepers = [rank if rank in (owner, roles.keeper(owner)) else roles.keeper(owner) for owner in self.owners]
+        self._primary_workers = [
+            rank if rank in (owner, roles.primary_worker(owner)) else roles.primary_worker(owner)
+            for owner in self.owners
+        ]
         self._place = rank
-        self._forget_others()
+        self._drop_unowned_state()
 
     @override
     def owns(self, number: int) -> bool:
         """Return whether this rank serves the parameter with this index, or keeps its state for a dedicated server."""
-        return self._keepers[number] == self._place
+        return self._primary_workers[number] == self._place
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -111,7 +114,7 @@ class Worker:
         has_gradients: Called in each step; False if there was no sample since the last one, regardless of ``.grad``
             (which may hold zeros that would decay weights).
         position: Returns the worker's position in its share of the data, see
-            :class:`~lightning_pardist.engines.servers.server.Loss`.
+            :class:`~lightning_pardist.engines.servers.server.LostWorker`.
         rest: Returns tensors that no optimizer updates, which the first server, a dedicated one, averages at meetings.
 
     Attributes:
@@ -158,7 +161,7 @@ class Worker:
             self._threads = WorkerThreads(self.server, group, tags, timeout_s)
         self._remote = [RemoteServer(group, rank, tags, timeout_s) for rank in servers if rank != self.rank]
         #: Servers on other ranks whose state this worker keeps for checkpoints.
-        self._kept = [server for server in self._remote if roles.keeper(server.rank) == self.rank]
+        self._kept = [server for server in self._remote if roles.primary_worker(server.rank) == self.rank]
         self._log_to = None if log_to is None else os.fspath(log_to)
         self._is_synchronous = max_staleness == 0
         self.shows_state = True
@@ -176,15 +179,15 @@ class Worker:
         for index in range(len(self._updates)):
             for server in self._kept:
                 self._begin(index, server)
-        self._forget_kept()
+        self._drop_received_state()
         if self._threads is not None:
             self._threads.start()
         for index, each in enumerate(self._updates):
             _replace_step(each.optimizer, lambda index=index: self.step(index))  # type: ignore[misc]
-            self._watches[index].put_places()
+            self._watches[index].add_placeholders()
 
     def _begin(self, index: int, server: RemoteServer) -> None:
-        optimizer, params = self._updates[index].optimizer, self._of(index, server.rank)
+        optimizer, params = self._updates[index].optimizer, self._params_of(index, server.rank)
         places = {place: optimizer.state[param] for place, param in enumerate(params) if optimizer.state.get(param)}
         settings = [
             {key: value for key, value in group.items() if key != "params" and is_plain(value)}
@@ -208,13 +211,13 @@ class Worker:
                 " dedicated_servers out, so that every rank serves."
             ) from error
 
-    def _forget_kept(self) -> None:
+    def _drop_received_state(self) -> None:
         """Drop the state of servers on other ranks, which hold it again; two copies would take twice the memory."""
         if not self.shows_state:
             return
         self.shows_state = False
         for index, each in enumerate(self._updates):
-            kept = [param for server in self._kept for param in self._of(index, server.rank)]
+            kept = [param for server in self._kept for param in self._params_of(index, server.rank)]
             for param in kept:
                 each.optimizer.state.pop(param, None)
             if kept:
@@ -241,18 +244,18 @@ class Worker:
             return
         numbers = self._numbers[index].to_send()
         for server in self._remote:
-            if self._is_synchronous and self._roles.keeper(server.rank) != self.rank:
-                self.sent_bytes += server.ask(Message(Kind.TICK, index, self._position()))
+            if self._is_synchronous and self._roles.primary_worker(server.rank) != self.rank:
+                self.sent_bytes += server.request(Message(Kind.TICK, index, self._position()))
                 continue
-            grads = [param.grad for param in self._of(index, server.rank)]
+            grads = [param.grad for param in self._params_of(index, server.rank)]
             packed = pack_update(numbers, grads)
-            self.sent_bytes += server.ask(Message(Kind.UPDATE, index, self._position(), packed))
+            self.sent_bytes += server.request(Message(Kind.UPDATE, index, self._position(), packed))
         staleness = 0
         if self.server is not None:
-            own = [None if p.grad is None else p.grad.detach().cpu() for p in self._of(index, self.rank)]
+            own = [None if p.grad is None else p.grad.detach().cpu() for p in self._params_of(index, self.rank)]
             self.server.release(self.rank)
             staleness = self.server.update(self.rank, index, own, numbers)
-        self.staleness = max(staleness, self._take(index))
+        self.staleness = max(staleness, self._receive_values(index))
 
     def complete(self, index: int) -> None:
         """End a step of an optimizer; one that was skipped (by a gradient scaler, say) counts as a turn too."""
@@ -263,13 +266,13 @@ class Worker:
 
     def _tick(self, index: int) -> None:
         for server in self._remote:
-            self.sent_bytes += server.ask(Message(Kind.TICK, index, self._position()))
+            self.sent_bytes += server.request(Message(Kind.TICK, index, self._position()))
         if self.server is not None:
             self.server.release(self.rank)
             self.server.tick(self.rank, index)
-        self._take(index)
+        self._receive_values(index)
 
-    def _take(self, index: int) -> int:
+    def _receive_values(self, index: int) -> int:
         """Wait for new values of an optimizer's parameters; return the largest staleness on any remote server."""
         if self.server is not None:
             self.server.take_turn(self.rank, index, self._writer(index, self.rank))
@@ -277,16 +280,16 @@ class Worker:
         return max(found, default=0)
 
     def _answer(self, index: int, server: RemoteServer) -> int:
-        staleness, size = server.answer(self._of(index, server.rank), self._writer(index, server.rank))
+        staleness, size = server.answer(self._params_of(index, server.rank), self._writer(index, server.rank))
         self.received_bytes += size
         return staleness
 
-    def _of(self, index: int, server: int) -> list[nn.Parameter]:
+    def _params_of(self, index: int, server: int) -> list[nn.Parameter]:
         owners = self._updates[index].owners
         return [param for param, owner in zip(self._params[index], owners, strict=True) if owner == server]
 
     def _writer(self, index: int, server: int) -> Callable[[Changes], None]:
-        params, watch = self._of(index, server), self._watches[index]
+        params, watch = self._params_of(index, server), self._watches[index]
         # At a meeting right after another one, parameters may hold other weights, which the user will swap back.
         is_checked = self._has_moved
 
@@ -302,10 +305,10 @@ class Worker:
     # --- meetings and the end -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def meet(self, place: Place = ANYWHERE, *, with_state: bool = True) -> None:
+    def meet(self, place: MeetingKey = ANY_MEETING, *, with_state: bool = True) -> None:
         """Wait for all workers; afterwards parameters are the servers', and optimizers show the state of this rank's.
 
-        Collective over all workers. Updates continue when this rank calls :meth:`go_on`, or takes its next step.
+        Collective over all workers. Updates continue when this rank calls :meth:`resume_updates`, or steps again.
 
         Args:
             place: Identifies the meeting, if workers determine their meetings independently.
@@ -319,7 +322,7 @@ class Worker:
             for watch in self._watches:
                 watch.check()
         for watch in self._watches:
-            watch.take_places()
+            watch.remove_placeholders()
         rest = [torch.view_as_real(each) if each.is_complex() else each for each in self._rest()]
         dtype = functools.reduce(torch.promote_types, [each.dtype for each in rest], torch.float32)
         for server in self._remote:
@@ -328,10 +331,10 @@ class Worker:
             if rest and server is self._remote[0]:
                 payload = as_bytes(torch.cat([each.detach().reshape(-1).to("cpu", dtype) for each in rest]))
             numbers = int(wants), REST_DTYPES.index(dtype), *astuple(place)
-            self.sent_bytes += server.ask(Message(Kind.MEET, numbers=numbers, payload=payload))
+            self.sent_bytes += server.request(Message(Kind.MEET, numbers=numbers, payload=payload))
         if self.server is not None:
             self.server.meet(self.rank)
-        if place != ANYWHERE:
+        if place != ANY_MEETING:
             # Servers may have recorded a different position of a worker that is gone: the first one's counts.
             told = [server.gone() for server in self._remote]
             self.gone = told[0]
@@ -356,17 +359,17 @@ class Worker:
     def _show(self, index: int, server: RemoteServer) -> None:
         """Make an optimizer show the state of a dedicated server."""
         found, optimizer = server.state(), self._updates[index].optimizer
-        params = self._of(index, server.rank)
+        params = self._params_of(index, server.rank)
         optimizer.state.update({params[place]: state for place, state in found["state"].items()})
         restore_shared(optimizer, found["shared"])
         self._numbers[index].publish(found["numbers"])
         self._staleness[server.rank] = Counter(found["staleness"])
 
-    def go_on(self) -> None:
+    def resume_updates(self) -> None:
         """Allow updates again after a meeting. Not collective."""
-        self._forget_kept()
+        self._drop_received_state()
         for watch in self._watches:
-            watch.put_places()
+            watch.add_placeholders()
         if self.server is not None:
             self.server.release(self.rank)
 
@@ -376,7 +379,7 @@ class Worker:
             return next(iter(self._staleness.values()), Counter())
         return Counter(self.server.staleness)
 
-    def tell(self, outcome: Callable[[], Any]) -> None:
+    def send_outcome(self, outcome: Callable[[], Any]) -> None:
         """Send the outcome with which dedicated servers continue after training. Not collective.
 
         Args:
@@ -387,7 +390,7 @@ class Worker:
         packed = pack_plain(outcome()) if told else None
         for server in told:
             if packed is not None:
-                server.tell(packed)
+                server.send_outcome(packed)
 
     def stop(self, timeout_s: float, failure: BaseException | None = None) -> None:
         """Leave, and wait until all other workers have left. Not collective: ranks that are gone are not waited for.
@@ -401,7 +404,7 @@ class Worker:
         for each in self._updates:
             each.optimizer.__dict__.pop("step", None)
         for watch in self._watches:
-            watch.take_places()
+            watch.remove_placeholders()
         if self.server is not None:
             if failure is not None:
                 self.server.fail(failure)
@@ -437,7 +440,7 @@ def make_server(
         max_staleness=1 if max_staleness == 0 else max_staleness,
         timeout_s=timeout_s,
         log=log,
-        may_go=roles.workers[1:] if roles.may_go else (),
+        may_be_lost=roles.workers[1:] if roles.may_be_lost else (),
     )
 
 

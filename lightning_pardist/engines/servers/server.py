@@ -21,12 +21,12 @@ Changes = list[Tensor | None]
 _LOOKS = 4
 
 
-class LeftOutError(RuntimeError):
+class DroppedWorkerError(RuntimeError):
     """Raised for a request of a worker that was given up."""
 
 
 @dataclass
-class Loss:
+class LostWorker:
     """A worker that is gone.
 
     Attributes:
@@ -72,7 +72,7 @@ class Purpose(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Place:
+class MeetingKey:
     """Identity of a meeting, which each worker computes independently.
 
     Attributes:
@@ -90,7 +90,7 @@ class Place:
         return name if self.purpose in (Purpose.ANY, Purpose.END) else f"{name} {self.count} of epoch {self.epoch}"
 
 
-ANYWHERE = Place()
+ANY_MEETING = MeetingKey()
 
 
 class ParameterServer:
@@ -106,11 +106,11 @@ class ParameterServer:
         max_staleness: Updates by which a worker may be ahead of the slowest, 1 or more; unbounded if None.
         timeout_s: Timeout of every wait for other workers.
         log: Log of the order of updates.
-        may_go: Workers without which the others continue, if they are gone, or if others wait for one that sends no
-            request for ``timeout_s``. Others wait without a timeout for one that keeps sending requests.
+        may_be_lost: Workers without which the others continue, if they are gone, or if others wait for one that sends
+            no request for ``timeout_s``. Others wait without a timeout for one that keeps sending requests.
 
     Attributes:
-        losses: Workers that are gone, in order of their loss.
+        lost_workers: Workers that are gone, in order of their loss.
         on_wait: Called periodically for a worker that waits, in the thread that waits for it.
         staleness: Number of updates per staleness: updates by others since the gradients' parameter values.
     """
@@ -123,7 +123,7 @@ class ParameterServer:
         max_staleness: int | None,
         timeout_s: float,
         log: UpdateLog | None = None,
-        may_go: Iterable[int] = (),
+        may_be_lost: Iterable[int] = (),
     ) -> None:
         self.shares = list(shares)
         self.workers = list(workers)
@@ -137,21 +137,21 @@ class ParameterServer:
         self._turns = dict.fromkeys(workers, 0)
         self._updates = dict.fromkeys(workers, 0)
         self._positions: dict[int, tuple[int, int, int]] = {}
-        self.may_go = frozenset(may_go)
-        self.losses: list[Loss] = []
+        self.may_be_lost = frozenset(may_be_lost)
+        self.lost_workers: list[LostWorker] = []
         self.on_wait: Callable[[int], None] = lambda worker: None
         #: Time of each worker's latest request.
-        self._heard = dict.fromkeys(workers, time.monotonic())
+        self._last_request = dict.fromkeys(workers, time.monotonic())
         self._timeout_s = timeout_s
         self._log = log
         self._changed = threading.Condition()
-        self._waiting: dict[int, Place] = {}
+        self._waiting: dict[int, MeetingKey] = {}
         self._left: set[int] = set()
         self._meetings = 0
         #: Workers that still read the values of the last meeting.
         self._reading: set[int] = set()
         #: Workers that were gone at the last meeting.
-        self._gone: list[Loss] = []
+        self._gone: list[LostWorker] = []
         #: Time at which the first worker, which writes for all, left; None before.
         self._ended: float | None = None
         #: Workers' tensors that no optimizer updates, and their mean at the last meeting.
@@ -176,7 +176,7 @@ class ParameterServer:
             optimizer: Index of the share.
             grads: Gradients of the share's parameters, None where there is none.
             numbers: Settings of the optimizer's groups on the worker.
-            position: See :class:`Loss`.
+            position: See :class:`LostWorker`.
 
         Returns:
             Number of updates by others since the worker received the values that its gradients were computed from.
@@ -185,16 +185,16 @@ class ParameterServer:
             RuntimeError: If the worker is further ahead than allowed, or the server has failed.
         """
         with self._changed:
-            self._hear(worker)
+            self._note_request(worker)
             self._wait(
                 worker, lambda: not self._reading, "all workers to continue after a meeting", lambda: self._reading
             )
-            self._require(worker)
+            self._require_not_lost(worker)
             share, held = self.shares[optimizer], self._held[optimizer]
             ahead = self._clocks.tick(worker)
             self._turns[worker] += 1
             staleness = share.version - held[worker]
-            bound = self._most_stale(worker, optimizer)
+            bound = self._staleness_bound(worker, optimizer)
             if bound is not None and staleness > bound:
                 raise RuntimeError(f"An update of worker {worker} is {staleness} updates stale; {bound} are allowed.")
             share.update(grads, numbers)
@@ -206,7 +206,7 @@ class ParameterServer:
             self._changed.notify_all()
             return staleness
 
-    def _most_stale(self, worker: int, optimizer: int) -> int | None:
+    def _staleness_bound(self, worker: int, optimizer: int) -> int | None:
         """Return the largest staleness of a worker's update if all keep to the clocks; None if unbounded.
 
         The others were at most ``max_staleness`` turns behind the worker when it received its values, and are at most
@@ -220,8 +220,8 @@ class ParameterServer:
     def tick(self, worker: int, optimizer: int, position: tuple[int, int, int] | None = None) -> None:
         """Count a worker's turn without gradients."""
         with self._changed:
-            self._hear(worker)
-            self._require(worker)
+            self._note_request(worker)
+            self._require_not_lost(worker)
             if position is not None:
                 self._positions[worker] = position
             ahead = self._clocks.tick(worker)
@@ -244,8 +244,8 @@ class ParameterServer:
             TimeoutError: If the slowest worker does not progress.
         """
         with self._changed:
-            self._wait(worker, lambda: self._clocks.may_go_on(worker), "the slowest worker", self._clocks.slowest)
-            self._require(worker)
+            self._wait(worker, lambda: self._clocks.may_proceed(worker), "the slowest worker", self._clocks.slowest)
+            self._require_not_lost(worker)
             return self._pull(worker, optimizer, read)
 
     def _pull(self, worker: int, optimizer: int, read: Callable[[Changes], Tensor | None]) -> Tensor | None:
@@ -258,7 +258,7 @@ class ParameterServer:
 
     # --- meetings -------------------------------------------------------------------------------------------------
 
-    def meet(self, worker: int, rest: Tensor | None = None, place: Place = ANYWHERE) -> None:
+    def meet(self, worker: int, rest: Tensor | None = None, place: MeetingKey = ANY_MEETING) -> None:
         """Wait until all workers have arrived, when every update has been made.
 
         No other update runs until each worker has called :meth:`release`, so that it may read values and state.
@@ -273,8 +273,8 @@ class ParameterServer:
             TimeoutError: If some workers do not arrive.
         """
         with self._changed:
-            self._hear(worker)
-            self._require(worker)
+            self._note_request(worker)
+            self._require_not_lost(worker)
             meeting = self._meetings
             for other, where in self._waiting.items():
                 if where != place:
@@ -294,7 +294,7 @@ class ParameterServer:
                 "all workers at a meeting",
                 lambda: set(self.workers) - set(self._waiting) - self._left,
             )
-            self._require(worker)
+            self._require_not_lost(worker)
 
     @property
     def rest(self) -> Tensor | None:
@@ -303,7 +303,7 @@ class ParameterServer:
             return self._rest
 
     @property
-    def gone(self) -> list[Loss]:
+    def gone(self) -> list[LostWorker]:
         """Workers that were gone at the last meeting: the same for all that attended it."""
         with self._changed:
             return list(self._gone)
@@ -311,7 +311,7 @@ class ParameterServer:
     def take_all(self, worker: int, optimizer: int, read: Callable[[Changes], Tensor | None]) -> Tensor | None:
         """Pass a worker the changes that it lacks, after :meth:`meet`; :meth:`take_turn` without waiting."""
         with self._changed:
-            self._hear(worker)
+            self._note_request(worker)
             return self._pull(worker, optimizer, read)
 
     def leave(self, worker: int) -> None:
@@ -323,61 +323,61 @@ class ParameterServer:
             self._reading.discard(worker)
             self._settle()
 
-    def lose(self, worker: int, why: str) -> None:
+    def mark_lost(self, worker: int, why: str) -> None:
         """Record that a worker is gone: others do not wait for it, and its later requests are rejected.
 
         Args:
-            worker: Rank of the worker, one of :attr:`may_go`; one that has left cannot be lost.
+            worker: Rank of the worker, one of :attr:`may_be_lost`; one that has left cannot be lost.
             why: Reason that was observed.
         """
         with self._changed:
-            self._lose(worker, why)
+            self._mark_lost(worker, why)
 
-    def _lose(self, worker: int, why: str) -> None:
+    def _mark_lost(self, worker: int, why: str) -> None:
         if worker in self._left:
             return
-        self.losses.append(Loss(worker, self._updates[worker], self._positions.get(worker), why))
+        self.lost_workers.append(LostWorker(worker, self._updates[worker], self._positions.get(worker), why))
         self._note("lost", worker, 0)
         self._waiting.pop(worker, None)
         self._rests.pop(worker, None)
         self.leave(worker)
 
-    def lose_late(self) -> None:
+    def mark_silent_lost(self) -> None:
         """Lose workers that send no more requests after the first worker has left, as no other waits for them."""
         with self._changed:
             if self._ended is not None:
                 silent = self._silent(set(self.workers) - set(self._waiting) - self._left, self._ended)
-                for worker in silent & self.may_go:
-                    self._lose(worker, f"it did not end within {self._timeout_s:g} s after the first, timeout_s")
+                for worker in silent & self.may_be_lost:
+                    self._mark_lost(worker, f"it did not end within {self._timeout_s:g} s after the first, timeout_s")
 
-    def _hear(self, worker: int) -> None:
-        self._heard[worker] = time.monotonic()
+    def _note_request(self, worker: int) -> None:
+        self._last_request[worker] = time.monotonic()
 
     def _silent(self, workers: Iterable[int], since: float) -> set[int]:
         """Return which workers have sent no request within the timeout, counted from a moment at the earliest."""
         latest = time.monotonic() - self._timeout_s
-        return {each for each in workers if max(self._heard[each], since) <= latest}
+        return {each for each in workers if max(self._last_request[each], since) <= latest}
 
     @property
     def lost(self) -> set[int]:
         """Workers that are gone."""
         with self._changed:
-            return {loss.worker for loss in self.losses}
+            return {loss.worker for loss in self.lost_workers}
 
-    def _require(self, worker: int) -> None:
+    def _require_not_lost(self, worker: int) -> None:
         if worker in self.lost:
-            raise LeftOutError(f"The others have gone on without worker {worker}.")
+            raise DroppedWorkerError(f"The others have gone on without worker {worker}.")
 
     def _settle(self) -> None:
         here = set(self._waiting) | self._left
         for worker in here:
-            self._clocks.rest(worker)
+            self._clocks.exclude(worker)
         if self._waiting and len(here) == len(self.workers):
             self._meetings += 1
             self._reading = set(self._waiting)
-            self._gone = list(self.losses)
+            self._gone = list(self.lost_workers)
             for worker in self._reading:
-                self._hear(worker)
+                self._note_request(worker)
             self._waiting.clear()
             self._rest = None
             if self._rests:
@@ -385,9 +385,9 @@ class ParameterServer:
                 parts = [self._rests[worker] for worker in sorted(self._rests)]
                 self._rest = torch.stack(parts).mean(0)
                 self._rests.clear()
-            self._clocks.meet()
+            self._clocks.synchronize()
             for worker in self._left:
-                self._clocks.rest(worker)
+                self._clocks.exclude(worker)
             if self._log is not None:
                 self._log.flush()
         self._changed.notify_all()
@@ -426,19 +426,19 @@ class ParameterServer:
 
     def _wait(self, worker: int, until: Callable[[], bool], whom: str, late: Callable[[], Iterable[int]]) -> None:
         """Make a worker wait for ``until``; ``whom`` describes, and ``late`` returns, the workers that it waits for."""
-        began, patience_s = time.monotonic(), self._timeout_s / (_LOOKS if self.may_go else 1)
+        began, patience_s = time.monotonic(), self._timeout_s / (_LOOKS if self.may_be_lost else 1)
 
         def is_over() -> bool:
             return self._failure is not None or worker in self.lost or until()
 
         came = self._changed.wait_for(is_over, patience_s)
-        while not came and self.may_go:
-            self._hear(worker)
+        while not came and self.may_be_lost:
+            self._note_request(worker)
             silent = self._silent(late(), began)
-            if not silent <= self.may_go:
+            if not silent <= self.may_be_lost:
                 break
             for each in silent:
-                self._lose(each, f"the others waited {self._timeout_s:g} s for it in vain, timeout_s")
+                self._mark_lost(each, f"the others waited {self._timeout_s:g} s for it in vain, timeout_s")
             # Others may continue while this is sent.
             self._changed.release()
             try:
@@ -446,7 +446,7 @@ class ParameterServer:
             finally:
                 self._changed.acquire()
             came = self._changed.wait_for(is_over, patience_s)
-        self._hear(worker)
+        self._note_request(worker)
         self.check()
         if not came:
             raise TimeoutError(f"Waited {self._timeout_s:.0f} s for {whom} in vain (timeout_s).")

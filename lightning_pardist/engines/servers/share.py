@@ -11,8 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
-from lightning_pardist.compat.compilation import apart_from_compiling
-from lightning_pardist.engines.common.elementwise import marked, marks_of, own_copy, own_step, twin_of_groups
+from lightning_pardist.compat.compilation import no_concurrent_compile
+from lightning_pardist.engines.common.elementwise import (
+    copy_of_groups,
+    own_copy,
+    own_step,
+    user_attributes,
+    with_user_attributes,
+)
 from lightning_pardist.engines.common.update_scope import FoundScope, group_settings
 
 
@@ -95,13 +101,18 @@ class Share:
         chosen = [[p for p in group["params"] if mine[next(numbers)]] for group in optimizer.param_groups]
         #: The user's own parameters that belong to the share.
         self.originals: list[nn.Parameter] = [param for params in chosen for param in params]
-        values = [[marked(param.detach().cpu(), marks_of(param)) for param in params] for params in chosen]
-        self.optimizer = twin_of_groups(optimizer, group_settings(optimizer), values)
+        values = [
+            [with_user_attributes(param.detach().cpu(), user_attributes(param)) for param in params]
+            for params in chosen
+        ]
+        self.optimizer = copy_of_groups(optimizer, group_settings(optimizer), values)
         self.params: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
         for param, original in zip(self.params, self.originals, strict=True):
             param.requires_grad_(original.requires_grad)
-            # twin_of_groups leaves out marks that are tensors with dims, which fit this parameter but not others.
-            marked(param, {name: _on_host(own_copy(mark)) for name, mark in marks_of(original).items()})
+            # copy_of_groups leaves out marks that are tensors with dims, which fit this parameter but not others.
+            with_user_attributes(
+                param, {name: _on_host(own_copy(mark)) for name, mark in user_attributes(original).items()}
+            )
             if original in optimizer.state:
                 self.optimizer.state[param] = {key: _on_host(value) for key, value in optimizer.state[original].items()}
         restore_shared(self.optimizer, shared_state(optimizer))
@@ -124,7 +135,7 @@ class Share:
         try:
             if self._found.steps_on_none or any(grad is not None for grad in grads):
                 # In parallel, the thread of a worker may compile its step.
-                with apart_from_compiling():
+                with no_concurrent_compile():
                     own_step(self.optimizer)(self.optimizer)
         finally:
             for param in self.params:

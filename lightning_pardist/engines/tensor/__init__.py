@@ -20,8 +20,8 @@ from lightning_pardist.engines.tensor.layout import Layout
 from lightning_pardist.engines.tensor.parallelize import (
     apply_layout,
     local_like,
+    to_full_tensor,
     unsplit_module,
-    whole_tensor,
 )
 from lightning_pardist.engines.tensor.planner import plan_layout
 from lightning_pardist.engines.tensor.split_tensor import SplitTensor
@@ -42,6 +42,6 @@ __all__ = [
     "attach",
     "local_like",
     "plan_layout",
+    "to_full_tensor",
     "unsplit_module",
-    "whole_tensor",
 ]

@@ -29,7 +29,7 @@ from lightning_pardist.compat.fake_tensors import FakeTensor
 from lightning_pardist.compat.tensors import gradient_hooks_of
 from lightning_pardist.engines.tensor.calls import NoRule, plain_name
 from lightning_pardist.engines.tensor.dispatch import TensorRuntime, opened_parameter
-from lightning_pardist.engines.tensor.layout import Layout, parted
+from lightning_pardist.engines.tensor.layout import Layout, uneven_layout
 from lightning_pardist.engines.tensor.rows import Arguments, Rows, TakenRows
 from lightning_pardist.engines.tensor.rules_shape import viewed
 from lightning_pardist.engines.tensor.split_tensor import SequenceTensor
@@ -175,7 +175,7 @@ class ContextRuntime(TensorRuntime):
                 flat = viewed(shape, layout, (math.prod(shape),), self.group.size)
             except NoRule:
                 return None
-        taken = {i: self.group.taken_out(self._laid_out(leaves[i], layout)) for i in rows.arguments}
+        taken = {i: self.group.extract_rows(self._laid_out(leaves[i], layout)) for i in rows.arguments}
         numbers, layouts = iter(range(len(leaves))), iter([flat if is_flat else layout for is_flat in rows.flat])
 
         def own(leaf: Any) -> Any:
@@ -188,7 +188,7 @@ class ContextRuntime(TensorRuntime):
             found = next(layouts, None)
             if found is None:
                 raise RuntimeError("A part of a step returned more tensors than when it was tried.")
-            return self.kind(self.group.put_in(leaf), found, self)
+            return self.kind(self.group.insert_rows(leaf), found, self)
 
         return TakenRows(
             pytree.tree_map(own, given), lambda result: pytree.tree_map(put_back, result), self.group.inside
@@ -215,7 +215,7 @@ class ContextRuntime(TensorRuntime):
             return func(*args, **kwargs)
         shape = tuple(source.shape)
         dim = self._sequence_of_ids(shape) if looks_up else self._sequence_of_features(shape)
-        if dim is None or (looks_up and _looks_at_all(args, kwargs)):
+        if dim is None or (looks_up and _uses_all_rows(args, kwargs)):
             return func(*args, **kwargs)
         if self._first is None:
             self._first = shape, dim
@@ -254,7 +254,7 @@ class ContextRuntime(TensorRuntime):
         return "\n".join(lines)
 
     def _wrap_part(self, whole: Tensor, dim: int) -> Tensor:
-        layout = parted(dim, whole.shape[dim], self.group.size)
+        layout = uneven_layout(dim, whole.shape[dim], self.group.size)
         found: Tensor = self._wrap(self.group.scatter(whole, layout), layout)
         return found
 
@@ -293,7 +293,7 @@ class ContextRuntime(TensorRuntime):
         return next(dim for dim in reversed(dims) if shape[dim] == longest)
 
 
-def _looks_at_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _uses_all_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an embedding does more than look up: renormalizes weights or scales gradients by frequency."""
     max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
     return max_norm is not None or bool(args[5] if len(args) > 5 else kwargs.get("scale_grad_by_freq"))

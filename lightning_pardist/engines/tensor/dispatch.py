@@ -49,7 +49,7 @@ from lightning_pardist.engines.tensor.calls import (
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
 from lightning_pardist.engines.tensor.nested import NestedGroup
 from lightning_pardist.engines.tensor.regions import PlainFunction, TensorGroup
-from lightning_pardist.engines.tensor.rng import apart
+from lightning_pardist.engines.tensor.rng import rank_specific_rng
 from lightning_pardist.engines.tensor.rules_elementwise import lookup
 from lightning_pardist.engines.tensor.rules_matmul import scattered
 from lightning_pardist.engines.tensor.split_tensor import PartedTensor, SplitTensor, innermost
@@ -193,7 +193,7 @@ class TensorRuntime:
         """Return the split tensor whose local shard is ``part``: the inverse of :meth:`part_of`. Not collective."""
         return self.kind(part, layout, self)
 
-    def meet(self, kind: Literal["step", "call"], first: int = 0, second: int = 0) -> Tensor:
+    def check_same_call(self, kind: Literal["step", "call"], first: int = 0, second: int = 0) -> Tensor:
         """Check that all ranks make the same kind of call, and exchange two numbers. Collective; one small all-gather.
 
         Args:
@@ -219,7 +219,7 @@ class TensorRuntime:
     def wrap_calls(self, module: nn.Module) -> None:
         """Run calls of the module and its submodules outside of :meth:`step` as in a step, with plain outputs.
 
-        User hooks and callbacks call modules outside of steps. Undone by :meth:`uncover`.
+        User hooks and callbacks call modules outside of steps. Undone by :meth:`unwrap_calls`.
         """
         for child in module.modules():
             if next(child.parameters(), None) is None:
@@ -227,7 +227,7 @@ class TensorRuntime:
             self._handles.append(child.register_forward_pre_hook(self._enter_by_call, prepend=True))
             self._handles.append(child.register_forward_hook(self._leave_by_call, always_call=True))
 
-    def uncover(self) -> None:
+    def unwrap_calls(self) -> None:
         """Undo :meth:`wrap_calls`."""
         for handle in self._handles:
             handle.remove()
@@ -235,7 +235,7 @@ class TensorRuntime:
 
     def _enter_by_call(self, module: nn.Module, args: Any) -> None:
         if not self._depth:
-            self.meet("call")
+            self.check_same_call("call")
             self._called = module, ExitStack()
             self._called[1].enter_context(self.step())
 
@@ -286,7 +286,7 @@ class TensorRuntime:
         args, kwargs = map_only(DTensor, self._open, (args, kwargs))
         if not any(isinstance(leaf, self.kind) for leaf in leaves_of((args, kwargs))):
             return func(*args, **kwargs)
-        return self._on_parts(func, name, inplace, args, kwargs)
+        return self._run_on_shards(func, name, inplace, args, kwargs)
 
     def _register_hook(self, tensor: PartedTensor, hook: Callable[[Any], Any]) -> Any:
         """Register the user's hook so that it receives the gradient as a split tensor of the same layout."""
@@ -328,7 +328,7 @@ class TensorRuntime:
                 return assign(*args)
         return func(*args, **kwargs)
 
-    def _on_parts(
+    def _run_on_shards(
         self, func: Callable[..., Any], name: str, inplace: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         tensors: list[Tensor] = []
@@ -343,10 +343,12 @@ class TensorRuntime:
             try:
                 known = self._look_up(func, name, inplace, args, kwargs)
             except NoRule as problem:
-                return self._on_whole(func, name, inplace, args, kwargs, problem.reason)
+                return self._run_on_full_tensors(func, name, inplace, args, kwargs, problem.reason)
             except (TypeError, ValueError, IndexError, AttributeError, KeyError) as problem:
                 # The rule does not cover this form of the call; if the call itself is wrong, it fails below.
-                return self._on_whole(func, name, inplace, args, kwargs, f"{type(problem).__name__}: {problem}")
+                return self._run_on_full_tensors(
+                    func, name, inplace, args, kwargs, f"{type(problem).__name__}: {problem}"
+                )
             if key is not None:
                 if len(self._known) >= _KNOWN_CALLS:
                     self._known.clear()
@@ -393,7 +395,7 @@ class TensorRuntime:
         after = map_only(Need, resolve, outcome.after_needs) if outcome.after_needs else ()
         if outcome.random:
             like = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor))
-            with apart(group, like, name):
+            with rank_specific_rng(group, like, name):
                 result = func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
         else:
             result = func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
@@ -458,7 +460,7 @@ class TensorRuntime:
             return result
         return self.kind(result, out, self)
 
-    def _on_whole(
+    def _run_on_full_tensors(
         self,
         func: Callable[..., Any],
         name: str,
@@ -510,7 +512,7 @@ class TensorRuntime:
             waiting += [key for key in partners if key not in others]
             others |= set(partners)
         others.discard(storage_key(local))
-        if not _let_go([self._copied_views[key][0] for key in others]):
+        if not _is_sole_owner([self._copied_views[key][0] for key in others]):
             raise RuntimeError(
                 f"{name} overwrites a tensor that shares memory with another one (a view, or its base). One of them had"
                 f" to be gathered, so that the other would not change with it. {self.remedy}"
@@ -524,7 +526,7 @@ class TensorRuntime:
                 fallback.bytes_gathered += leaf.local.numel() * leaf.local.element_size() * self.group.size
 
 
-def _let_go(tensors: Sequence[Tensor]) -> bool:
+def _is_sole_owner(tensors: Sequence[Tensor]) -> bool:
     """Return whether nothing else holds the memory of ``tensors``.
 
     A process group's thread (gloo's) holds a sent tensor for a moment after the collective has returned, for a
@@ -580,7 +582,7 @@ class _Unwrap(PlainFunction):
 
     @staticmethod
     def forward(ctx: Any, tensor: PartedTensor) -> Tensor:
-        return tensor.runtime.group.put_together(tensor.local, tensor.split_layout)
+        return tensor.runtime.group.assemble(tensor.local, tensor.split_layout)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -599,7 +601,7 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ENGINE_CALLS:
-            args, kwargs = _whole_outputs(self.runtime, func, args, kwargs)
+            args, kwargs = _gathered_outputs(self.runtime, func, args, kwargs)
             with _inside_engine(self), self.runtime.group.summing(at_once=func is torch.autograd.grad):
                 return func(*args, **kwargs)
         if self.runtime._copied_views and args:
@@ -607,7 +609,7 @@ class _Mode(TorchFunctionMode):
             if inplace:
                 self.runtime.check_overwrite(args[0], name)
         kinds = self.runtime.kinds
-        if _concerned(args, kinds) or (kwargs and _concerned(kwargs.values(), kinds)):
+        if _involves_split_tensors(args, kinds) or (kwargs and _involves_split_tensors(kwargs.values(), kinds)):
             return self.runtime.call(func, args, kwargs)
         return self.runtime.outside(func, args, kwargs)
 
@@ -616,7 +618,7 @@ class _Mode(TorchFunctionMode):
 _ENGINE_CALLS: dict[Callable[..., Any], int] = {Tensor.backward: 4, torch.autograd.backward: 5, torch.autograd.grad: 1}
 
 
-def _whole_outputs(
+def _gathered_outputs(
     runtime: TensorRuntime, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return an engine call's arguments with split tensors gathered. Collective over the group if there are any.
@@ -642,11 +644,11 @@ def _inside_engine(mode: _Mode) -> Iterator[None]:
         yield
 
 
-def _concerned(values: Any, kinds: tuple[type, ...]) -> bool:
+def _involves_split_tensors(values: Any, kinds: tuple[type, ...]) -> bool:
     for value in values:
         if isinstance(value, kinds):
             return True
-        if isinstance(value, (tuple, list)) and value and _concerned(value, kinds):
+        if isinstance(value, (tuple, list)) and value and _involves_split_tensors(value, kinds):
             return True
     return False
 
@@ -732,12 +734,12 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> AbstractCon
     """Intercept custom autograd functions, which bypass torch functions: their inputs would lose their history."""
 
     def call(cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if cls.__module__.startswith("torch.distributed.fsdp") and _concerned(args, runtime.kinds):
+        if cls.__module__.startswith("torch.distributed.fsdp") and _involves_split_tensors(args, runtime.kinds):
             return _on_locals(lambda *parts: apply(*parts, **kwargs), args, runtime)
         # DTensor's own autograd functions handle DTensors themselves.
         if cls.__module__.startswith("torch.distributed.") or only_keeps_inputs(cls):
             return apply(*args, **kwargs)
-        if _concerned(args, runtime.kinds):
+        if _involves_split_tensors(args, runtime.kinds):
             opened = map_only(DTensor, runtime._open, args)
             if any(isinstance(leaf, runtime.kind) for leaf in pytree.tree_leaves(opened)):
                 runtime._remember(cls.__name__, "custom autograd function", opened)

@@ -26,7 +26,7 @@ class Layout:
     Attributes:
         dim: The sharded dim, counted from the front.
         segments: Number of equal runs of the dim, each of which is sharded separately.
-        ends: End of each rank's part within a segment; None for equal parts. See :func:`parted`.
+        ends: End of each rank's part within a segment; None for equal parts. See :func:`uneven_layout`.
     """
 
     dim: int
@@ -89,7 +89,7 @@ class Layout:
         return f"dim {self.dim}" + (f" in {self.segments} segments" if self.segments > 1 else "") + parts
 
 
-def parted(dim: int, extent: int, size: int) -> Layout:
+def uneven_layout(dim: int, extent: int, size: int) -> Layout:
     """Return a layout that shards a dim of any extent; shards differ by at most one, the longer ones first.
 
     Args:
@@ -98,10 +98,10 @@ def parted(dim: int, extent: int, size: int) -> Layout:
         size: Number of ranks.
     """
     short, longer = divmod(extent, size)
-    return ended(dim, [(rank + 1) * short + min(rank + 1, longer) for rank in range(size)])
+    return layout_with_ends(dim, [(rank + 1) * short + min(rank + 1, longer) for rank in range(size)])
 
 
-def ended(dim: int, ends: Sequence[int]) -> Layout:
+def layout_with_ends(dim: int, ends: Sequence[int]) -> Layout:
     """Return a layout with shards ending at ``ends``, normalised: equal shards have ``ends=None``."""
     step = ends[0]
     equal = step > 0 and all(end == step * (rank + 1) for rank, end in enumerate(ends))

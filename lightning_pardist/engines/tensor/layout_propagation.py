@@ -149,9 +149,9 @@ class LayoutPropagation:
                 # Possible, but reducing attention scores that are sharded within heads costs more than it saves.
                 raise NoRule("a sum of two activations over the split dim")
         except NoRule as problem:
-            return self._stuck(node, position, call, problem)
+            return self._handle_conflict(node, position, call, problem)
         except (TypeError, ValueError, IndexError, AttributeError, KeyError) as problem:
-            return self._stuck(node, position, call, NoRule(f"{type(problem).__name__}: {problem}"))
+            return self._handle_conflict(node, position, call, NoRule(f"{type(problem).__name__}: {problem}"))
         if self._follow(outcome, node, position):
             return position
         self._account(outcome, call, node, position)
@@ -192,13 +192,13 @@ class LayoutPropagation:
         if not layout.divides(tuple(parameter.shape), self.size):
             self.constraints.whole[name] = f"{self.size} does not divide {parameter.shape[layout.dim]}"
             return False
-        self._take(name, layout, why, position)
+        self._record_layout(name, layout, why, position)
         self.starts.add(name)
         if slot.index in self.moved:
             self._replay(slot)
         return True
 
-    def _take(self, name: str, layout: Layout, why: str, position: int) -> None:
+    def _record_layout(self, name: str, layout: Layout, why: str, position: int) -> None:
         self.layouts[name] = layout
         self.why[name] = why
         self.met[name] = position
@@ -216,7 +216,7 @@ class LayoutPropagation:
         for key, layout in mha_layouts(bound["use_separate_proj_weight"]).items():
             if key in names:
                 why = "row-wise: sums over heads" if key == "out_proj_weight" else "column-wise: by heads"
-                self._take(names[key], layout, why, position)
+                self._record_layout(names[key], layout, why, position)
         return True
 
     def _origin(self, slot: TraceSlot, dim: int) -> tuple[str, Layout | None]:
@@ -294,7 +294,7 @@ class LayoutPropagation:
                 continue
             row = node.name in _SUMS or node.name.startswith("conv")
             weight = row and outcome.reduce == "sum"
-            self._take(
+            self._record_layout(
                 name, layout, "row-wise: meets split inputs" if weight else "follows what it is applied to", position
             )
             if slot.index in self.moved:
@@ -304,14 +304,14 @@ class LayoutPropagation:
 
     # -- conflicts --------------------
 
-    def _stuck(self, node: Node, position: int, call: Call, problem: NoRule) -> int:
+    def _handle_conflict(self, node: Node, position: int, call: Call, problem: NoRule) -> int:
         blamed = problem.blame or call.split_operands()
         sources = frozenset().union(*(self.value(operand.tensor).sources for operand in blamed))
         open_sources = {
             name for name in sources if name not in self.constraints.fixed and name not in self.constraints.gather
         }
         where = f"{node.name} in {node.module or 'the step'}: {problem.reason}"
-        if problem.segments and self._resegment(sources, problem.segments):
+        if problem.segments and self._change_segments(sources, problem.segments):
             return self._back(sources, position)
         if open_sources and self.decide:
             for name in open_sources:
@@ -329,7 +329,7 @@ class LayoutPropagation:
         self._set(node, kept, sources if kept is not None else frozenset())
         return position + 1
 
-    def _resegment(self, sources: frozenset[str], segments: int) -> bool:
+    def _change_segments(self, sources: frozenset[str], segments: int) -> bool:
         fit = sources and self.decide and all(
             name in self.layouts and self.layouts[name].segments == 1 and name not in self.constraints.segments
             and Layout(self.layouts[name].dim, segments).divides(tuple(self.trace.parameters[name].shape), self.size)

@@ -65,22 +65,22 @@ class NestedGroup(TensorGroup):
         return self._inside(lambda part: move(part, source, target), local, source.dim, target.dim)
 
     @override
-    def put_together(self, local: Tensor, layout: Layout) -> Tensor:
-        put_together = super().put_together
-        return self._inside(lambda part: put_together(part, layout), local, layout.dim)
+    def assemble(self, local: Tensor, layout: Layout) -> Tensor:
+        assemble = super().assemble
+        return self._inside(lambda part: assemble(part, layout), local, layout.dim)
 
     @override
-    def by_row(self, run: Callable[..., Tensor], rows: Tensor, of_rows: Tensor) -> Tensor:
+    def apply_rowwise(self, run: Callable[..., Tensor], rows: Tensor, of_rows: Tensor) -> Tensor:
         if not isinstance(rows, PartedTensor):
             whole = of_rows.runtime.gather(of_rows) if isinstance(of_rows, PartedTensor) else of_rows
-            return super().by_row(run, rows, whole)
+            return super().apply_rowwise(run, rows, whole)
         layout = rows.split_layout
         if layout.dim == rows.dim() - 1:
-            return self.by_row(run, rows.runtime.gather(rows), of_rows)
+            return self.apply_rowwise(run, rows.runtime.gather(rows), of_rows)
         if not isinstance(of_rows, PartedTensor):
             part = layout.take(of_rows, rows.runtime.group.rank, rows.runtime.group.size)
         elif of_rows.split_layout == layout:
             part = of_rows.local
         else:
-            return self.by_row(run, rows, of_rows.runtime.gather(of_rows))
-        return type(rows)(super().by_row(run, rows.local, part), layout, rows.runtime)
+            return self.apply_rowwise(run, rows, of_rows.runtime.gather(of_rows))
+        return type(rows)(super().apply_rowwise(run, rows.local, part), layout, rows.runtime)

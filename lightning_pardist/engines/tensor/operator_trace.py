@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pardist.compat import patches, pytree
 from lightning_pardist.compat.tensors import below_torch_functions, in_transform
-from lightning_pardist.engines.common.devices import device_in_use, random_stays
+from lightning_pardist.engines.common.devices import device_in_use, preserve_random_state
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
 from lightning_pardist.engines.tensor.calls import GLOBAL_PROPERTIES, LOCAL_PROPERTIES, plain_name
 
@@ -129,13 +129,13 @@ class _Recorder(TorchFunctionMode):
         if found is not None:
             return found
         slot = self._new(tensor)
-        sources = self._unseen_sources(tensor)
+        sources = self._untraced_sources(tensor)
         if sources:
             # Computed from known tensors by code that is not a torch function, such as a scripted function.
-            self._append(_unseen, "(not a torch function)", False, tuple(sources), {}, slot)
+            self._append(_untraced, "(not a torch function)", False, tuple(sources), {}, slot)
         return slot
 
-    def _unseen_sources(self, tensor: Tensor) -> list[TraceSlot]:
+    def _untraced_sources(self, tensor: Tensor) -> list[TraceSlot]:
         queue, seen, found = [tensor.grad_fn], set(), []
         while queue:
             function = queue.pop()
@@ -185,7 +185,7 @@ class _Recorder(TorchFunctionMode):
         return self.record(func, name, inplace, args, kwargs, lambda: func(*args, **kwargs))
 
 
-def _unseen(*args: Any) -> None:
+def _untraced(*args: Any) -> None:
     """Represent code in a trace that torch functions cannot intercept."""
 
 
@@ -224,7 +224,7 @@ def _put_back(module: nn.Module) -> Iterator[None]:
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     kept = [None if grad is None else grad.clone() for _, grad in grads]
-    with random_stays(device_in_use()):
+    with preserve_random_state(device_in_use()):
         try:
             yield
         finally:

@@ -16,13 +16,13 @@ from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.dtensor_operators import complete_operators, restore_operators
 from lightning_pardist.compat.modules import own_buffers, own_parameters
 from lightning_pardist.engines.common.meta_init import InitFunction, materialize, on_meta
-from lightning_pardist.engines.common.parameter_traits import take_place
+from lightning_pardist.engines.common.parameter_traits import copy_traits
 from lightning_pardist.engines.common.settable_parameter import make_settable
 from lightning_pardist.engines.ddp.sparse import sparse_parameters
 from lightning_pardist.engines.tensor.dispatch import TensorRuntime
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
 from lightning_pardist.engines.tensor.tensor_plan import TensorParallelPlan
-from lightning_pardist.local_tensors import is_over, over_tensor_ranks
+from lightning_pardist.local_tensors import is_over, wrap_tensor_shard
 from lightning_pardist.mesh import EXPERT_AXIS
 
 
@@ -118,7 +118,9 @@ class _Splitting:
             return
         if id(parameter) not in self.made:
             split = _distribute(self._on_device(parameter.detach()), self.layouts.get(full), self.runtime)
-            self.made[id(parameter)] = take_place(nn.Parameter(split, requires_grad=parameter.requires_grad), parameter)
+            self.made[id(parameter)] = copy_traits(
+                nn.Parameter(split, requires_grad=parameter.requires_grad), parameter
+            )
             make_settable(self.made[id(parameter)])
             # Keep the parameter alive so that its id is not reused by another tensor.
             self.wholes[id(parameter)] = parameter
@@ -150,8 +152,8 @@ def unsplit_module(module: nn.Module) -> None:
         if not isinstance(parameter, DTensor) or is_over(parameter, EXPERT_AXIS):
             continue
         if id(parameter) not in made:
-            whole_one = nn.Parameter(whole_tensor(parameter).clone(), requires_grad=parameter.requires_grad)
-            made[id(parameter)] = take_place(whole_one, parameter)
+            whole_one = nn.Parameter(to_full_tensor(parameter).clone(), requires_grad=parameter.requires_grad)
+            made[id(parameter)] = copy_traits(whole_one, parameter)
             made[id(parameter)]._pardist_split = parameter  # type: ignore[attr-defined]
         setattr(owner, name, made[id(parameter)])
     _replace_references(module, {id(new._pardist_split): new for new in made.values()})  # type: ignore[attr-defined]
@@ -160,7 +162,7 @@ def unsplit_module(module: nn.Module) -> None:
     for owner, name, _ in _slots(module, buffers=True):
         buffer = own_buffers(owner)[name]
         if isinstance(buffer, DTensor):
-            own_buffers(owner)[name] = whole_tensor(buffer).clone()
+            own_buffers(owner)[name] = to_full_tensor(buffer).clone()
     if made:
         restore_operators()
 
@@ -228,7 +230,7 @@ def _distribute(whole: Tensor, layout: Layout | None, runtime: TensorRuntime) ->
     )
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
+def to_full_tensor(tensor: Tensor) -> Tensor:
     """Return a parameter, gradient or optimizer state as a plain full tensor. Collective over its mesh if sharded.
 
     Args:
@@ -248,7 +250,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Shard a plain full tensor over the tensor ranks like ``like``; the inverse of :func:`whole_tensor`.
+    """Shard a plain full tensor over the tensor ranks like ``like``; the inverse of :func:`to_full_tensor`.
 
     Not collective.
 
@@ -264,4 +266,4 @@ def local_like(whole: Tensor, like: Tensor) -> Tensor:
     whole = whole.to(like.device)
     if layout is not None:
         whole = layout.take(whole, like.device_mesh.get_local_rank(axis), like.device_mesh.size(axis))
-    return over_tensor_ranks(whole.clone().contiguous(), like)
+    return wrap_tensor_shard(whole.clone().contiguous(), like)

@@ -100,7 +100,7 @@ class TensorGroup:
         dist.all_gather([as_bytes(part) for part in parts], as_bytes(tensor), group=self.process_group)
         return parts
 
-    def put_together(self, local: Tensor, layout: Layout) -> Tensor:
+    def assemble(self, local: Tensor, layout: Layout) -> Tensor:
         """All-gather the shards into the full tensor, without autograd. Collective."""
         if layout.ends is None:
             return layout.join(self.all_gather(local))
@@ -114,7 +114,7 @@ class TensorGroup:
     def move_parts(self, local: Tensor, source: Layout, target: Layout) -> Tensor:
         """Redistribute a shard from layout ``source`` to layout ``target``, without autograd. Collective."""
         if source.dim == target.dim:
-            return target.take(self.put_together(local, source), self.rank, self.size).contiguous()
+            return target.take(self.assemble(local, source), self.rank, self.size).contiguous()
         whole = source.global_shape(local.shape, self.size)
         mine = target.local_shape(whole, self.size, self.rank)
         extents = [source.local_shape(whole, self.size, rank)[source.dim] for rank in range(self.size)]
@@ -278,7 +278,7 @@ class TensorGroup:
         result: Tensor = _Rows.run(local, layout, tuple(wanted), self)
         return result
 
-    def by_row(self, run: Callable[..., Tensor], rows: Tensor, of_rows: Tensor) -> Tensor:
+    def apply_rowwise(self, run: Callable[..., Tensor], rows: Tensor, of_rows: Tensor) -> Tensor:
         """Apply ``run`` to a tensor whose rows it treats independently.
 
         Args:
@@ -302,15 +302,15 @@ class TensorGroup:
         result: Tensor = _Parts.run(parameter, self, hooked)
         return result
 
-    def taken_out(self, local: Tensor) -> Tensor:
-        """Enter local rows of a sharded tensor into a computation on plain tensors, which ends with :meth:`put_in`.
+    def extract_rows(self, local: Tensor) -> Tensor:
+        """Enter local rows of a sharded tensor into a computation on plain tensors, ended by :meth:`insert_rows`.
 
         All gradients inside are multiplied by the number of ranks; :meth:`parameter` does so for each parameter.
         """
         return self._scaled(local, divided=True)
 
-    def put_in(self, local: Tensor) -> Tensor:
-        """Return rows computed from a tensor that was :meth:`taken_out` to the sharded computation."""
+    def insert_rows(self, local: Tensor) -> Tensor:
+        """Return rows computed from a tensor that was :meth:`extract_rows` to the sharded computation."""
         return self._scaled(local, divided=False)
 
     def _scaled(self, local: Tensor, *, divided: bool) -> Tensor:
@@ -320,7 +320,7 @@ class TensorGroup:
         return result
 
     def inside(self, parameter: Tensor) -> Tensor:
-        """Enter a replicated parameter into a computation on rows that were :meth:`taken_out`.
+        """Enter a replicated parameter into a computation on rows that were :meth:`extract_rows`.
 
         Rows on other ranks contribute to its gradient. Like :meth:`parameter`, but gradients inside are already
         multiplied by the number of ranks.
@@ -477,14 +477,14 @@ class _Scatter(PlainFunction):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():
             return _Gather.run(grads[0], ctx.layout, ctx.group), None, None
-        return ctx.group.put_together(grads[0], ctx.layout), None, None
+        return ctx.group.assemble(grads[0], ctx.layout), None, None
 
 
 class _Gather(PlainFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
         ctx.layout, ctx.group = layout, group
-        return group.put_together(local.detach(), layout)
+        return group.assemble(local.detach(), layout)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -497,7 +497,7 @@ class _GatherCopy(PlainFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
         ctx.layout, ctx.group = layout, group
-        return group.put_together(local.detach(), layout)
+        return group.assemble(local.detach(), layout)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -516,7 +516,7 @@ class _ReduceScatter(PlainFunction):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():
             return _GatherCopy.run(grads[0], ctx.layout, ctx.group), None, None
-        return ctx.group.put_together(grads[0], ctx.layout), None, None
+        return ctx.group.assemble(grads[0], ctx.layout), None, None
 
 
 def _overlap(run: tuple[int, int], wanted: tuple[int, int]) -> tuple[int, int]:

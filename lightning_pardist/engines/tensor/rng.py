@@ -19,7 +19,7 @@ from lightning_pardist.engines.tensor.regions import TensorGroup
 
 
 @contextmanager
-def apart(group: TensorGroup, like: Tensor, name: str) -> Iterator[None]:
+def rank_specific_rng(group: TensorGroup, like: Tensor, name: str) -> Iterator[None]:
     """Draw rank-specific random numbers inside the block; the common stream advances equally on all ranks.
 
     Args:

@@ -22,7 +22,7 @@ from lightning_pardist.engines.tensor.calls import Call, Need, NoRule, Operand, 
 from lightning_pardist.engines.tensor.layout import Layout
 from lightning_pardist.engines.tensor.mha_arguments import added_mask, project
 from lightning_pardist.engines.tensor.regions import TensorGroup
-from lightning_pardist.engines.tensor.rng import apart
+from lightning_pardist.engines.tensor.rng import rank_specific_rng
 from lightning_pardist.engines.tensor.rules_elementwise import drop_dims
 
 # --- attention --------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _attend(
     dropout = given["dropout_p"] if given["training"] else 0.0
     causal = bool(given["is_causal"]) and mask is None
     lie, weights = (rows.at(2), None if columns is None else columns.at(2)), None
-    with apart(group, q, "multi_head_attention_forward") if dropout > 0 else nullcontext():
+    with rank_specific_rng(group, q, "multi_head_attention_forward") if dropout > 0 else nullcontext():
         if given["need_weights"] or count % group.size:
             mixed, weights = _mix_rows(group, (q, k, v), lie, mask, dropout, span if causal else None, given)
         else:
@@ -252,7 +252,7 @@ def context_loss(call: Call) -> Outcome:
             needs[:2],
             {**others, "weight": needs[2], "reduction": "none"},
             out=drop_dims(lie, [classes]),
-            run=_plainly(call),
+            run=_run_locally(call),
         )
     counted = Need(target, "raw", None) if whole else needs[1]
 
@@ -299,7 +299,7 @@ def element_loss(call: Call) -> Outcome:
     plain = {name: item for name, item in given.items() if name not in tensors and item is not None}
     reduction = plain.pop("reduction", "mean")
     if reduction == "none":
-        return Outcome((), {**needs, **plain, "reduction": "none"}, out=lie, run=_plainly(call))
+        return Outcome((), {**needs, **plain, "reduction": "none"}, out=lie, run=_run_locally(call))
     divisor = {"mean": math.prod(shape), "batchmean": shape[0], "sum": 1}[reduction]
 
     def run(group: TensorGroup, **given: Any) -> Tensor:
@@ -324,7 +324,7 @@ def _bound(call: Call) -> dict[str, Any]:
     return given
 
 
-def _plainly(call: Call) -> Callable[..., Any]:
+def _run_locally(call: Call) -> Callable[..., Any]:
     """Return a ``run`` that calls the function itself on local shards."""
     return lambda group, *args, **kwargs: call.func(*args, **kwargs)
 

@@ -253,10 +253,10 @@ def glu(call: Call) -> Outcome:
 @rule("tril", "triu", "diagonal_")
 def triangle(call: Call) -> Outcome:
     """Shard operators on the last two dims."""
-    return beyond(call, 2)
+    return batch_dims_only(call, 2)
 
 
-def beyond(call: Call, last: int) -> Outcome:
+def batch_dims_only(call: Call, last: int) -> Outcome:
     """Shard an operator that treats the ``last`` dims jointly and all dims before them independently.
 
     Raises:
@@ -278,14 +278,14 @@ _WINDOWS = {"1d": 1, "2d": 2, "3d": 3}
 )  # fmt: skip
 def pool(call: Call) -> Outcome:
     """Shard pooling windows over the last dims."""
-    return beyond(call, _WINDOWS.get(call.name[-2:], 2))
+    return batch_dims_only(call, _WINDOWS.get(call.name[-2:], 2))
 
 
 @rule("interpolate", "upsample")
 def interpolate(call: Call) -> Outcome:
     """Shard an interpolation, which covers all dims after the channels."""
     x = call.only_split()
-    return beyond(call, x.ndim - 2)
+    return batch_dims_only(call, x.ndim - 2)
 
 
 @rule("pad")
@@ -297,7 +297,7 @@ def pad(call: Call) -> Outcome:
     x = call.only_split()
     if call.context and x is call.args[0] and x.layout is not None and x.layout.dim >= x.ndim - len(widths) // 2:
         return zeros_along_split_dim(call, x, widths)
-    return beyond(call, len(widths) // 2)
+    return batch_dims_only(call, len(widths) // 2)
 
 
 @rule("dropout1d", "dropout2d", "dropout3d", "feature_dropout")

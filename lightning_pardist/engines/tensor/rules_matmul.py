@@ -91,7 +91,7 @@ def _contract_parts(
     if any(
         operand.shape[index.index(letter)] < max(extents)
         for operand, index in operands
-        if _lies(operand, index, letter)
+        if _is_sharded_along(operand, index, letter)
     ):
         raise NoRule("a split dim is broadcast")
     needs = [
@@ -105,7 +105,7 @@ def _contract_parts(
     return needs, None, "sum"
 
 
-def _lies(operand: Operand, index: Sequence[str], letter: str) -> bool:
+def _is_sharded_along(operand: Operand, index: Sequence[str], letter: str) -> bool:
     """Return whether an operand is sharded along a letter."""
     return operand.layout is not None and index[operand.layout.dim] == letter
 

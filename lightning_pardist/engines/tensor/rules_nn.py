@@ -18,7 +18,7 @@ from lightning_pardist.engines.tensor.calls import Call, Need, NoRule, Operand, 
 from lightning_pardist.engines.tensor.layout import Layout
 from lightning_pardist.engines.tensor.mha_arguments import MHA_PROJECTIONS, added_mask, project
 from lightning_pardist.engines.tensor.regions import PlainFunction, TensorGroup
-from lightning_pardist.engines.tensor.rng import apart
+from lightning_pardist.engines.tensor.rng import rank_specific_rng
 from lightning_pardist.engines.tensor.rules_context import context_attention, context_loss, context_multi_head
 from lightning_pardist.engines.tensor.rules_elementwise import keep_all
 
@@ -236,7 +236,7 @@ def split_cross_entropy(
         found: Tensor = _SplitCrossEntropy.run(logits, target, group, smoothing)
         return found
 
-    losses = group.by_row(of_rows, logits, target)
+    losses = group.apply_rowwise(of_rows, logits, target)
     return losses.masked_fill(~counted, 0.0), counted
 
 
@@ -359,7 +359,7 @@ def _attend(group: TensorGroup, **given: Any) -> tuple[Tensor, Tensor | None]:
     mask = _mha_mask(group, given, q)
     dropout = given["dropout_p"] if given["training"] else 0.0
     weights = None
-    with apart(group, q, "multi_head_attention_forward") if dropout > 0 else nullcontext():
+    with rank_specific_rng(group, q, "multi_head_attention_forward") if dropout > 0 else nullcontext():
         if given["need_weights"]:
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
             weights = (scores if mask is None else scores + mask).softmax(-1)

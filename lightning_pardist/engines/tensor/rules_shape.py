@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pardist.compat import pytree
 from lightning_pardist.engines.tensor.calls import Call, NoRule, Operand, Outcome, rule
-from lightning_pardist.engines.tensor.layout import Layout, ended
+from lightning_pardist.engines.tensor.layout import Layout, layout_with_ends
 from lightning_pardist.engines.tensor.rules_elementwise import keep_all
 
 
@@ -349,7 +349,7 @@ def _cut(call: Call, x: Operand, layout: Layout, start: int, stop: int) -> tuple
         local = max(min(low - runs[call.rank][0], runs[call.rank][1] - runs[call.rank][0]), 0)
         if stop - start == 1:
             raise NoRule("a single element of the split dim, which may be broadcast later")
-        return ended(layout.dim, [high - start for _, high in kept]), local, high - low
+        return layout_with_ends(layout.dim, [high - start for _, high in kept]), local, high - low
     if layout.ends is not None:
         raise NoRule("slice cuts through the parts")
     new, first = _segment_run(x, layout, start, stop, call.size)
@@ -493,7 +493,7 @@ def _joined(call: Call, tensors: list[Operand], layout: Layout) -> Outcome:
         return torch.cat(mine, dim)
 
     return Outcome(tuple(operand.gathered() if operand.layout is None else operand.keep() for operand in tensors),
-                   out=ended(dim, ends), run=run)  # fmt: skip
+                   out=layout_with_ends(dim, ends), run=run)  # fmt: skip
 
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")

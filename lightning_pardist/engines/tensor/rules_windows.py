@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pardist.engines.tensor.calls import Call, NoRule, Operand, Outcome
-from lightning_pardist.engines.tensor.layout import Layout, ended
+from lightning_pardist.engines.tensor.layout import Layout, layout_with_ends
 from lightning_pardist.engines.tensor.regions import TensorGroup
 
 
@@ -57,7 +57,7 @@ def windows_along_split_dim(call: Call, x: Operand, weight: Operand, bias: Opera
     fetched = max(wanted[call.rank][1] - stop, 0) + max(start - wanted[call.rank][0], 0)
     return Outcome(
         (x.keep(), weight.whole(), None if bias is None else bias.whole()),
-        out=ended(layout.dim, ends),
+        out=layout_with_ends(layout.dim, ends),
         run=run,
         collectives=(("all_to_all", fetched * x.numel // extent),),
     )
@@ -83,7 +83,7 @@ def zeros_along_split_dim(call: Call, x: Operand, widths: Sequence[int]) -> Outc
     def run(group: TensorGroup, x: Tensor) -> Tensor:
         return F.pad(x, own, value=value)
 
-    return Outcome((x.keep(),), out=ended(layout.dim, ends), run=run)
+    return Outcome((x.keep(),), out=layout_with_ends(layout.dim, ends), run=run)
 
 
 def _each(setting: Any, count: int) -> list[int]:

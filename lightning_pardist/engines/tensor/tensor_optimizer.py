@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_pardist.engines.common.joint_updates import step_on_wholes
+from lightning_pardist.engines.common.full_tensor_updates import restore_own_step
+from lightning_pardist.engines.common.joint_updates import step_on_full_tensors
 from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting, find_scope, has_parameters
-from lightning_pardist.engines.common.whole_updates import forget_updates
-from lightning_pardist.engines.fsdp.shard_optimizer import step_as_made, step_on_shards
+from lightning_pardist.engines.fsdp.shard_optimizer import restore_step, step_on_shards
 from lightning_pardist.local_tensors import tensor_axis
 
 
@@ -50,10 +50,10 @@ def attach(
     else:
         param, axis = split[0]
         together = param.device_mesh.get_group(axis) if group is None else group(found.scope)
-        step_on_wholes(optimizer, found, group=together)
+        step_on_full_tensors(optimizer, found, group=together)
 
 
 def detach(optimizer: Optimizer) -> None:
     """Undo :func:`attach` for a module whose parameters are full again. Not collective."""
-    step_as_made(optimizer)
-    forget_updates(optimizer)
+    restore_step(optimizer)
+    restore_own_step(optimizer)

@@ -32,33 +32,33 @@ class HostSlice:
     """
 
     #: Whether masters are on another device than the slice.
-    is_away: bool
+    is_from_device: bool
     #: Whether masters have memory of their own.
-    is_apart: bool
+    has_separate_masters: bool
 
     def __init__(self, own: Tensor, *, copies: HostCopies, store: StateFile | None, window_bytes: int) -> None:
         self._own = own
         self._copies = copies
         self._store = store
         self._window_bytes = window_bytes
-        self.is_away = own.device.type != "cpu"
+        self.is_from_device = own.device.type != "cpu"
         dtype = torch.float32 if low_precision(own.dtype) else own.dtype
         self.master: Tensor = own
-        if self.is_away or dtype != own.dtype:
+        if self.is_from_device or dtype != own.dtype:
             away = copies.buffer if store is None else store.zeros
             self.master = away(own.numel(), dtype)
             for begin, end in self._windows():
                 self.master[begin:end].copy_(own[begin:end])
                 self._evict(begin, end)
-        self.is_apart = self.master is not own
+        self.has_separate_masters = self.master is not own
         #: Bit sums of the slice as it was published last, if it is on another device.
-        self._sums = bit_sums(own) if self.is_away else None
+        self._sums = bit_sums(own) if self.is_from_device else None
         self._published: torch.Event | None = None
-        self._landing: torch.Event | None = None
+        self._receive_event: torch.Event | None = None
 
     def take_changes(self) -> None:
         """Update the masters from a slice that the user changed. Waits for the device, as the following step does."""
-        if not self.is_apart or (self._sums is not None and torch.equal(bit_sums(self._own), self._sums)):
+        if not self.has_separate_masters or (self._sums is not None and torch.equal(bit_sums(self._own), self._sums)):
             return
         for begin, end in self._windows():
             follow(self.master[begin:end], self._own[begin:end].to(self.master.device))
@@ -66,11 +66,11 @@ class HostSlice:
 
     def publish(self) -> None:
         """Start to copy the updated masters to the slice."""
-        if not self.is_apart:
+        if not self.has_separate_masters:
             return
         for begin, end in self._windows():
             master, own = self.master[begin:end], self._own[begin:end]
-            if self.is_away and master.dtype != own.dtype:
+            if self.is_from_device and master.dtype != own.dtype:
                 # A copy that rounds would go through unpinned memory, which the device cannot read directly.
                 master = self._copies.buffer(len(master), own.dtype).copy_(master)
             self._published = self._copies.start(master, own)
@@ -85,17 +85,17 @@ class HostSlice:
 
     def receive(self, reduced: Tensor) -> Tensor:
         """Return gradients in the masters' dtype on the host; complete once :meth:`wait_received` returns."""
-        if not self.is_away:
+        if not self.is_from_device:
             return reduced.to(self.master.dtype)
         received = self._copies.buffer(reduced.numel(), self.master.dtype)
-        self._landing = self._copies.start(reduced.to(self.master.dtype), received)
+        self._receive_event = self._copies.start(reduced.to(self.master.dtype), received)
         return received
 
     def wait_received(self) -> None:
         """Wait for gradients that are still being copied."""
-        if self._landing is not None:
-            self._landing.synchronize()
-            self._landing = None
+        if self._receive_event is not None:
+            self._receive_event.synchronize()
+            self._receive_event = None
 
     def _windows(self) -> list[tuple[int, int]]:
         numel = self._own.numel()

@@ -14,7 +14,7 @@ from lightning_pardist.checkpoint.tensors import shared_entries, shared_state
 from lightning_pardist.collectives import as_bytes
 from lightning_pardist.engines.ddp.bucket import flat_like
 from lightning_pardist.engines.zero.sharded_bucket import Piece, ShardedBucket
-from lightning_pardist.local_tensors import own_part, wrapped_like
+from lightning_pardist.local_tensors import local_shard, wrap_like
 
 Pieces = Mapping[nn.Parameter, Sequence[Piece]]
 
@@ -69,7 +69,7 @@ def gather_optimizer_state(
                 continue
             for param in members:
                 if key in known.get(number[param], {}):
-                    state[number[param]][key] = wrapped_like(bucket.slice_of(param, flat).clone(), param)
+                    state[number[param]][key] = wrap_like(bucket.slice_of(param, flat).clone(), param)
     if keep:
         for index, found in known.items():
             state[index].update({key: value for key, value in found.items() if value is not None})
@@ -133,9 +133,9 @@ def slice_entry(entry: dict[str, Any], param: nn.Parameter, piece: Piece) -> dic
         param: Parameter that the state belongs to.
         piece: The parameter's part in this rank's slice.
     """
-    shape, shard = own_part(param).shape, piece.shard
+    shape, shard = local_shard(param).shape, piece.shard
     for key, value in entry.items():
-        whole = own_part(value) if isinstance(value, Tensor) else None
+        whole = local_shard(value) if isinstance(value, Tensor) else None
         # State of a vector that is entirely in the slice is cut already, unless it is a DTensor over tensor ranks.
         if whole is not None and whole.shape == shape and (shape != shard.shape or whole is not value):
             dtype = shard.dtype if whole.is_floating_point() else whole.dtype
@@ -170,6 +170,6 @@ def _on_host(value: Any) -> Any:
 
 
 def _part_of(value: Any, param: nn.Parameter, piece: Piece | None) -> Any:
-    if piece is None or not isinstance(value, Tensor) or value.shape != own_part(param).shape:
+    if piece is None or not isinstance(value, Tensor) or value.shape != local_shard(param).shape:
         return value
-    return flat_like(value, own_part(param))[piece.start : piece.stop].clone()
+    return flat_like(value, local_shard(param))[piece.start : piece.stop].clone()

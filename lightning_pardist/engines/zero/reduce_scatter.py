@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pardist.collectives import reduce_scatter_flat
-from lightning_pardist.engines.common.block_codes import Compression
-from lightning_pardist.engines.common.coded_exchange import CodedReduction, Remainders, has_codes, scatter_coded
+from lightning_pardist.engines.common.block_quantization import Compression
+from lightning_pardist.engines.common.quantized_exchange import (
+    ErrorFeedback,
+    QuantizedReduction,
+    is_quantizable,
+    reduce_scatter_quantized,
+)
 from lightning_pardist.engines.common.slice_exchange import Reduction, exchanges_directly, scatter_slices
 from lightning_pardist.engines.ddp.bucket import Bucket
 from lightning_pardist.engines.ddp.transport import Narrower, Transport, mean_scales, reduce_flags
@@ -34,9 +39,9 @@ class ReduceScatter(Transport):
         group: The data axis' process group.
         keep_full: Whether full gradients are kept between steps (ZeRO-1).
         make_host: See :class:`~lightning_pardist.engines.zero.sharded_bucket.ShardedBucket`.
-        gather: See ``codes`` there.
+        gather: See ``compression`` there.
         reduce: Codes for gradients; uncompressed if None.
-        remainders: Compression errors, which are added to the next gradients.
+        error_feedback: Compression errors, which are added to the next gradients.
         narrower: See :class:`~lightning_pardist.engines.ddp.transport.Transport`.
     """
 
@@ -48,17 +53,17 @@ class ReduceScatter(Transport):
         make_host: Callable[[Tensor], HostSlice] | None = None,
         gather: Compression | None = None,
         reduce: Compression | None = None,
-        remainders: Remainders | None = None,
+        error_feedback: ErrorFeedback | None = None,
         narrower: Narrower | None = None,
     ) -> None:
         self.group = group
-        self.gather, self.reduce, self.remainders = gather, reduce, remainders
+        self.gather, self.reduce, self.error_feedback = gather, reduce, error_feedback
         self.narrower = narrower or {}
         self.make_host = make_host
         self._scales = mean_scales(group, self.narrower)
         self.keep_full = keep_full
         self._numbers = itertools.count()
-        self._flying: deque[tuple[ShardedBucket, Reduction | CodedReduction | tuple[Any, Tensor]]] = deque()
+        self._in_flight: deque[tuple[ShardedBucket, Reduction | QuantizedReduction | tuple[Any, Tensor]]] = deque()
 
     @override
     def scale_of(self, bucket: Bucket) -> float:
@@ -71,7 +76,7 @@ class ReduceScatter(Transport):
             group=self.group_of(params[0]),
             keep_full=self.keep_full,
             make_host=self.make_host,
-            codes=self.gather,
+            compression=self.gather,
             number=next(self._numbers),
         )
 
@@ -79,36 +84,36 @@ class ReduceScatter(Transport):
     def launch(self, bucket: Bucket, *, index: int, is_last: bool) -> Any:
         if not isinstance(bucket, ShardedBucket):
             raise TypeError("ReduceScatter launches the buckets that it makes")
-        while len(self._flying) >= _IN_FLIGHT:
-            self._land()
+        while len(self._in_flight) >= _IN_FLIGHT:
+            self._finish_oldest()
         full = bucket.full_gradients
-        if self.reduce is not None and has_codes(full):
-            reduction = scatter_coded(
-                full, group=bucket.group, kind=self.reduce, remainders=self.remainders, key=bucket.number
+        if self.reduce is not None and is_quantizable(full):
+            reduction = reduce_scatter_quantized(
+                full, group=bucket.group, kind=self.reduce, error_feedback=self.error_feedback, key=bucket.number
             )
-            self._flying.append((bucket, reduction))
+            self._in_flight.append((bucket, reduction))
             return None
         if exchanges_directly(full, bucket.group):
-            self._flying.append((bucket, scatter_slices(full, group=bucket.group)))
+            self._in_flight.append((bucket, scatter_slices(full, group=bucket.group)))
             return None
         received = full.new_empty(bucket.shard_numel)
         work = reduce_scatter_flat(received, full, group=bucket.group, async_op=True)
-        self._flying.append((bucket, (work, received)))
+        self._in_flight.append((bucket, (work, received)))
         return None
 
     @override
     def finish(self, bucket: Bucket, work: Any) -> None:
-        while any(flying is bucket for flying, _ in self._flying):
-            self._land()
+        while any(flying is bucket for flying, _ in self._in_flight):
+            self._finish_oldest()
 
     @override
     def finish_all(self, buckets: Sequence[Bucket]) -> None:
         for group in dict.fromkeys((self.group, *self.narrower.values())):
             reduce_flags([b for b in buckets if self.group_of(b.params[0]) is group], group=group)
 
-    def _land(self) -> None:
-        bucket, flying = self._flying.popleft()
-        if isinstance(flying, (Reduction, CodedReduction)):
+    def _finish_oldest(self) -> None:
+        bucket, flying = self._in_flight.popleft()
+        if isinstance(flying, (Reduction, QuantizedReduction)):
             bucket.take(flying.finish(bucket.sum_into))
             return
         work, received = flying

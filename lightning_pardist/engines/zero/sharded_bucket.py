@@ -10,15 +10,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_pardist.engines.common.block_codes import Compression
-from lightning_pardist.engines.common.coded_exchange import coded, gather_coded, has_codes
-from lightning_pardist.engines.common.elementwise import marked, marks_of
+from lightning_pardist.engines.common.block_quantization import Compression
+from lightning_pardist.engines.common.elementwise import user_attributes, with_user_attributes
 from lightning_pardist.engines.common.memory import storage_bytes
+from lightning_pardist.engines.common.quantized_exchange import (
+    all_gather_quantized,
+    is_quantizable,
+    quantized_roundtrip,
+)
 from lightning_pardist.engines.common.slice_exchange import gather_slices
 from lightning_pardist.engines.ddp.bucket import Bucket, flat_like, view_like
 from lightning_pardist.engines.zero.host_slice import HostSlice, follow, low_precision
 from lightning_pardist.engines.zero.lazy_gradient import LazyGradient
-from lightning_pardist.local_tensors import own_part, set_own_part, wrapped_like
+from lightning_pardist.local_tensors import local_shard, set_local_shard, wrap_like
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,14 @@ class ShardedBucket(Bucket):
         group: The data axis' process group.
         keep_full: Whether the whole gradient buffer is kept between steps (ZeRO-1), or only the slice (ZeRO-2).
         make_host: Creates the host memory for the slice's masters and gradients, if the optimizer steps there.
-        codes: Compression of parameter gathers; none if None.
+        compression: Compression of parameter gathers; none if None.
         number: Unique among all present and past buckets of the engine.
 
     Attributes:
         shard_numel: Elements of a slice, padding included.
         pieces: Parts of parameters in this rank's slice.
         master: What the optimizer updates, shape ``[shard_numel]``: the slice itself, or its fp32 copy.
-        shows_codes: Whether parameters have the decoded values rather than the exact ones.
+        shows_dequantized: Whether parameters have the decoded values rather than the exact ones.
     """
 
     def __init__(
@@ -73,27 +77,27 @@ class ShardedBucket(Bucket):
         group: dist.ProcessGroup,
         keep_full: bool,
         make_host: Callable[[Tensor], HostSlice] | None = None,
-        codes: Compression | None = None,
+        compression: Compression | None = None,
         number: int = 0,
     ) -> None:
         self.number = number
         self.params = list(params)
-        self.numels = [own_part(param).numel() for param in self.params]
+        self.numels = [local_shard(param).numel() for param in self.params]
         self.numel = sum(self.numels)
         self.group = group
         self.world_size = world_size = group.size()
         self.shard_numel = -(-self.numel // world_size)
         self.keep_full = keep_full
-        first = own_part(self.params[0])
+        first = local_shard(self.params[0])
         self._dtype, self.device = first.dtype, first.device
         self._own = slice(group.rank() * self.shard_numel, (group.rank() + 1) * self.shard_numel)
         self.flat_params = torch.zeros(self.shard_numel * world_size, dtype=self._dtype, device=self.device)
-        self._homes: list[Tensor] = []
+        self._parameter_views: list[Tensor] = []
         self._adopt_parameters()
-        self._codes = codes if has_codes(self.flat_params) else None
-        self.shows_codes = False
+        self._compression = compression if is_quantizable(self.flat_params) else None
+        self.shows_dequantized = False
         self._exact = self.flat_params[self._own]
-        if self._codes is not None:
+        if self._compression is not None:
             self._exact = self._exact.clone()
         self.host = None if make_host is None else make_host(self._exact)
         self.master: Tensor = self._exact.float() if low_precision(self._dtype) else self._exact
@@ -127,46 +131,46 @@ class ShardedBucket(Bucket):
             self._await_step()
         elif low_precision(self._dtype):
             self._exact.copy_(self.master)
-        if self._codes is None:
+        if self._compression is None:
             return gather_slices(self.flat_params, group=self.group)
-        self.shows_codes = True
-        return gather_coded(self.flat_params, self._exact, group=self.group, kind=self._codes)
+        self.shows_dequantized = True
+        return all_gather_quantized(self.flat_params, self._exact, group=self.group, kind=self._compression)
 
     @property
     def has_masters(self) -> bool:
         """Whether updates have higher precision than the parameters on the ranks."""
-        return self._codes is not None or self.master_dtype != self._dtype
+        return self._compression is not None or self.master_dtype != self._dtype
 
     @torch.no_grad()
-    def show_codes(self) -> None:
+    def show_dequantized(self) -> None:
         """Set parameters to the decoded values of a gather, which every rank can compute. Not collective."""
-        if self._codes is None or self.shows_codes:
+        if self._compression is None or self.shows_dequantized:
             return
         self.take_changes()
         rows = self.flat_params.view(self.world_size, -1)
-        rows.copy_(coded(rows, self._codes))
-        self.shows_codes = True
+        rows.copy_(quantized_roundtrip(rows, self._compression))
+        self.shows_dequantized = True
 
     @torch.no_grad()
     def gather_exact(self) -> dist.Work:
         """Gather exact values into the parameters, after :meth:`take_changes`. Collective; returns at once."""
         self.flat_params[self._own].copy_(self._exact)
-        self.shows_codes = False
+        self.shows_dequantized = False
         return gather_slices(self.flat_params, group=self.group)
 
     @torch.no_grad()
     def is_changed(self) -> bool:
         """Return whether user code replaced parameters' memory or changed this rank's slice since the last step."""
-        homes = zip(self.params, self._homes, strict=True)
-        if any(home.numel() and own_part(param).data_ptr() != home.data_ptr() for param, home in homes):
+        homes = zip(self.params, self._parameter_views, strict=True)
+        if any(home.numel() and local_shard(param).data_ptr() != home.data_ptr() for param, home in homes):
             return True
         return not bool(_alike(self.flat_params[self._own], self._visible()).all())
 
     def _visible(self) -> Tensor:
         """Return this rank's slice as the parameters show it unless user code changes them."""
-        if self._codes is None or not self.shows_codes:
+        if self._compression is None or not self.shows_dequantized:
             return self._exact
-        return coded(self._exact.view(1, -1), self._codes)[0]
+        return quantized_roundtrip(self._exact.view(1, -1), self._compression)[0]
 
     @torch.no_grad()
     def take_changes(self) -> None:
@@ -175,12 +179,12 @@ class ShardedBucket(Bucket):
         In-place changes are in the buffer already; only masters, with their higher precision, have to be updated. Not
         collective.
         """
-        for param, home in zip(self.params, self._homes, strict=True):
-            part = own_part(param)
+        for param, home in zip(self.params, self._parameter_views, strict=True):
+            part = local_shard(param)
             if part.numel() and part.data_ptr() != home.data_ptr():
                 home.copy_(part)
-                set_own_part(param, home)
-        if self._codes is not None:
+                set_local_shard(param, home)
+        if self._compression is not None:
             own = self.flat_params[self._own]
             torch.where(_alike(own, self._visible()), self._exact, own, out=self._exact)
         if self.host is not None:
@@ -210,15 +214,15 @@ class ShardedBucket(Bucket):
         for index in range(len(self.params)):
             self.drop(index)
         for param in self.params:
-            set_own_part(param, own_part(param).detach().clone())
+            set_local_shard(param, local_shard(param).detach().clone())
             param.grad = None
         for piece in self.pieces:
-            if self.host is None or not self.host.is_apart:
+            if self.host is None or not self.host.has_separate_masters:
                 piece.shard.data = piece.shard.data.clone()
             piece.shard.grad = None
         self.host = None
         self.flat_params = self.master = self._exact = self.flat_params.new_empty(0)
-        self._homes = []
+        self._parameter_views = []
         self._full, self._views, self._shard = None, [], None
 
     def slice_of(self, param: nn.Parameter, flat: Tensor) -> Tensor:
@@ -226,7 +230,7 @@ class ShardedBucket(Bucket):
         offset = 0
         for candidate, numel in zip(self.params, self.numels, strict=True):
             if candidate is param:
-                return view_like(flat[offset : offset + numel], own_part(param))
+                return view_like(flat[offset : offset + numel], local_shard(param))
             offset += numel
         raise KeyError("the parameter is not in this bucket")
 
@@ -245,11 +249,11 @@ class ShardedBucket(Bucket):
     def _adopt_parameters(self) -> None:
         offset = 0
         for param, numel in zip(self.params, self.numels, strict=True):
-            part = own_part(param)
+            part = local_shard(param)
             view = view_like(self.flat_params[offset : offset + numel], part)
             view.copy_(part)
-            set_own_part(param, view)
-            self._homes.append(view)
+            set_local_shard(param, view)
+            self._parameter_views.append(view)
             offset += numel
 
     def _cut(self) -> list[Piece]:
@@ -258,13 +262,13 @@ class ShardedBucket(Bucket):
             if numel == 0:
                 # An empty parameter still has a step count in its optimizer; the first rank keeps it.
                 if self._own.start == 0:
-                    shard = marked(nn.Parameter(self.master[:0]), marks_of(param))
+                    shard = with_user_attributes(nn.Parameter(self.master[:0]), user_attributes(param))
                     pieces.append(Piece(param, 0, 0, 0, shard))
                 continue
             begin, end = max(offset, self._own.start), min(offset + numel, self._own.stop)
             if begin < end:
                 at = begin - self._own.start
-                shard = marked(nn.Parameter(self.master[at : at + end - begin]), marks_of(param))
+                shard = with_user_attributes(nn.Parameter(self.master[at : at + end - begin]), user_attributes(param))
                 pieces.append(Piece(param, begin - offset, end - offset, at, shard))
             offset += numel
         return pieces
@@ -290,7 +294,7 @@ class ShardedBucket(Bucket):
         return self._views
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
-        parts = [own_part(param) for param in self.params]
+        parts = [local_shard(param) for param in self.params]
         pieces = flat[: self.numel].split(self.numels)
         return [view_like(piece, part) for piece, part in zip(pieces, parts, strict=True)]
 
@@ -314,7 +318,7 @@ class ShardedBucket(Bucket):
             for piece in self.pieces:
                 if piece.shard.grad is None:
                     self._region(piece, self._shard).zero_()
-        if self.host is not None and self.host.is_away:
+        if self.host is not None and self.host.is_from_device:
             received = self.host.receive(reduced)
             if self._shard is None or fresh:
                 self._shard = received
@@ -406,15 +410,15 @@ class ShardedBucket(Bucket):
             grad = param.grad
             if self._shown[index]:
                 if self._is_in_place(index):
-                    self._take_back(index)
+                    self._write_back_gathered(index)
                 elif grad is None:
                     self.drop(index)
                 else:
-                    self._give(index, own_part(grad))
+                    self._replace_gradient(index, local_shard(grad))
             elif grad is None:
                 self._unsent.discard(index)
             elif index not in self._unsent:
-                self._give(index, own_part(grad))
+                self._replace_gradient(index, local_shard(grad))
 
     def hide(self) -> None:
         """Take over user changes, and leave ``.grad`` to autograd until :meth:`show`. Not collective."""
@@ -422,9 +426,9 @@ class ShardedBucket(Bucket):
         for index, param in enumerate(self.params):
             if self._shown[index]:
                 param.grad, self._shown[index] = None, False
-        self.forget_wholes()
+        self.forget_gathered()
 
-    def forget_wholes(self) -> None:
+    def forget_gathered(self) -> None:
         """Forget gathered gradients before the slices change; the next read gathers them again. Not collective."""
         for lazy in self._lazy:
             if lazy is not None:
@@ -451,27 +455,27 @@ class ShardedBucket(Bucket):
 
     @override
     def adopt(self, index: int, scale: float) -> None:
-        self._take_up(index)
+        self._move_untracked_gradient(index)
         self._unsent.add(index)
         super().adopt(index, scale)
 
     @override
     def fill(self, scale: float) -> None:
         for index in range(len(self.params)):
-            self._take_up(index)
+            self._move_untracked_gradient(index)
         super().fill(scale)
 
     def _show(self, index: int) -> None:
         param, lazy = self.params[index], self._lazy[index]
         if lazy is None:
-            lazy = self._lazy[index] = LazyGradient(own_part(param), self, index)
-        param.grad, self._shown[index] = wrapped_like(lazy, param), True
+            lazy = self._lazy[index] = LazyGradient(local_shard(param), self, index)
+        param.grad, self._shown[index] = wrap_like(lazy, param), True
 
     def _is_in_place(self, index: int) -> bool:
         grad = self.params[index].grad
-        return grad is not None and own_part(grad) is self._lazy[index]
+        return grad is not None and local_shard(grad) is self._lazy[index]
 
-    def _give(self, index: int, values: Tensor) -> None:
+    def _replace_gradient(self, index: int, values: Tensor) -> None:
         """Replace a gradient by values that the user assigned; the previous tensor keeps its values."""
         self.drop(index)
         self._write(index, values)
@@ -479,22 +483,22 @@ class ShardedBucket(Bucket):
         if (lazy := self._lazy[index]) is not None:
             lazy.whole = values
 
-    def _take_back(self, index: int) -> None:
+    def _write_back_gathered(self, index: int) -> None:
         lazy = self._lazy[index]
         if lazy is not None and lazy.whole is not None:
             self._write(index, lazy.whole)
 
-    def _take_up(self, index: int) -> None:
+    def _move_untracked_gradient(self, index: int) -> None:
         """Leave in ``.grad`` what a backward outside of the engine's added on this rank to a reduced gradient."""
         lazy = self._lazy[index]
         if lazy is None or not self._shown[index]:
             return
         param = self.params[index]
         if lazy.is_replaced:
-            self._take_back(index)
+            self._write_back_gathered(index)
         elif self._is_in_place(index):
-            self._take_back(index)
-            param.grad = None if lazy.added is None else wrapped_like(lazy.added, param)
+            self._write_back_gathered(index)
+            param.grad = None if lazy.added is None else wrap_like(lazy.added, param)
         else:
             # Assigned by the user, the same on all ranks, then added to: the mean over ranks is right for the sum.
             self.drop(index)
@@ -508,7 +512,7 @@ class ShardedBucket(Bucket):
         if piece is None:
             return
         values = values.to_dense() if values.is_sparse else values
-        own = flat_like(values, own_part(param))[piece.start : piece.stop]
+        own = flat_like(values, local_shard(param))[piece.start : piece.stop]
         grad = piece.shard.grad
         if grad is None:
             if self._shard is None or self._is_fresh:

@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pardist.checkpoint.tensors import Slots, TensorSlot, shared_state, whole_slots
-from lightning_pardist.engines.common.block_codes import Compression
-from lightning_pardist.engines.common.coded_exchange import Remainders
+from lightning_pardist.checkpoint.tensors import Slots, TensorSlot, full_slots, shared_state
+from lightning_pardist.engines.common.block_quantization import Compression
+from lightning_pardist.engines.common.full_tensor_updates import HeldTensor, updates_of
 from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
-from lightning_pardist.engines.common.joint_updates import step_on_wholes
+from lightning_pardist.engines.common.joint_updates import step_on_full_tensors
 from lightning_pardist.engines.common.owner_updates import OwnerUpdates
+from lightning_pardist.engines.common.quantized_exchange import ErrorFeedback
 from lightning_pardist.engines.common.update_scope import (
     Scope,
     ScopeSetting,
     find_scope,
     has_parameters,
 )
-from lightning_pardist.engines.common.whole_updates import HeldTensor, updates_of
 from lightning_pardist.engines.ddp.reducer import GradientReducer
 from lightning_pardist.engines.ddp.transport import Narrower
 from lightning_pardist.engines.offload import HostCopies, HostedState, HostStep, Offload, StateFile
@@ -35,7 +35,7 @@ from lightning_pardist.engines.zero.host_slice import HostSlice
 from lightning_pardist.engines.zero.optimizer_slices import gather_optimizer_state, slice_entry, slice_optimizer_state
 from lightning_pardist.engines.zero.reduce_scatter import ReduceScatter
 from lightning_pardist.engines.zero.sharded_bucket import Piece, ShardedBucket
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
 
 class ZeroEngine:
@@ -114,7 +114,7 @@ class ZeroEngine:
         self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
         self._offload = offload
         self._gather = gather
-        self._remainders = Remainders() if reduce is not None and error_feedback else None
+        self._error_feedback = ErrorFeedback() if reduce is not None and error_feedback else None
         self._store = None if offload is None or offload.folder is None else StateFile(offload.folder)
         self._copies: HostCopies | None = None
         self._host_steps: dict[Optimizer, HostStep] = {}
@@ -129,7 +129,7 @@ class ZeroEngine:
                 make_host=None if offload is None else self._make_host,
                 gather=gather if group.size() > 1 else None,
                 reduce=reduce if group.size() > 1 else None,
-                remainders=self._remainders,
+                error_feedback=self._error_feedback,
                 narrower=narrower,
             ),
             bucket_groups=bucket_groups,
@@ -143,7 +143,7 @@ class ZeroEngine:
         for optimizer in optimizers if self._is_sliced else ():
             before = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad")}
             if optimizer not in self._sliced:
-                self._step_on_wholes(optimizer, update_scope, update_group or (lambda scope: self.group))
+                self._step_on_full_tensors(optimizer, update_scope, update_group or (lambda scope: self.group))
             self._undo.append(self._wrap(optimizer, before))
 
     # --- DataEngine ---------------------------------------------------------------------------------------------
@@ -160,13 +160,13 @@ class ZeroEngine:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context manager to accumulate gradients: whole and not reduced in stage 1, reduced to slices in stage 2."""
-        return self.reducer.no_sync() if self.zero_stage == 1 else _nothing()
+        return self.reducer.no_sync() if self.zero_stage == 1 else _null_context()
 
     @contextmanager
     def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
         """Context manager around the backward from ``loss``. Collective over the group, unless in :meth:`no_sync`."""
         self._bind()
-        with self._hidden(), self.reducer.backward(loss, overlap=overlap):
+        with self._gradients_hidden(), self.reducer.backward(loss, overlap=overlap):
             self._bind()
             yield
 
@@ -177,7 +177,7 @@ class ZeroEngine:
     @contextmanager
     def defer_reduction(self) -> Iterator[None]:
         """Context manager in which backward passes leave their gradients in ``.grad``, for a later :meth:`reduce`."""
-        with self._hidden(), self.reducer.defer_reduction():
+        with self._gradients_hidden(), self.reducer.defer_reduction():
             yield
 
     def step_done(self) -> None:
@@ -186,14 +186,14 @@ class ZeroEngine:
 
     def held_bytes(self) -> int:
         """Return the bytes of gradients on this rank, compression errors included."""
-        return self.reducer.held_bytes() + (0 if self._remainders is None else self._remainders.held_bytes())
+        return self.reducer.held_bytes() + (0 if self._error_feedback is None else self._error_feedback.held_bytes())
 
     # --- compressed parameters ----------------------------------------------------------------------------------
 
-    def show_codes(self) -> None:
+    def show_dequantized(self) -> None:
         """Set parameters to the decoded values that ranks receive, before a training step. Not collective."""
         for bucket in self._buckets:
-            bucket.show_codes()
+            bucket.show_dequantized()
 
     def show_exact(self, *, for_a_look: bool = False) -> None:
         """Set parameters to their exact values until the next step. Collective over the group.
@@ -202,7 +202,7 @@ class ZeroEngine:
             for_a_look: Whether to leave them alone if user code has assigned other values since the last step (averaged
                 weights that are to be validated), which are otherwise taken as the parameters' own.
         """
-        buckets = [bucket for bucket in self._buckets if bucket.shows_codes]
+        buckets = [bucket for bucket in self._buckets if bucket.shows_dequantized]
         if not buckets:
             return
         if for_a_look:
@@ -215,10 +215,10 @@ class ZeroEngine:
         for work in [bucket.gather_exact() for bucket in buckets]:
             work.wait()
 
-    def forget_remainders(self) -> None:
+    def drop_error_feedback(self) -> None:
         """Drop compression errors when a checkpoint is saved, which does not contain them. Not collective."""
-        if self._remainders is not None:
-            self._remainders.clear()
+        if self._error_feedback is not None:
+            self._error_feedback.clear()
 
     def detach(self) -> None:
         """Remove every hook and give parameters memory of their own. Not collective.
@@ -258,7 +258,7 @@ class ZeroEngine:
         params = list(params)
         for bucket in self._buckets_with(params):
             bucket.settle()
-            bucket.forget_wholes()
+            bucket.forget_gathered()
         return [grad for param in params for grad in self._grads_of(param)]
 
     def zero_grad(self) -> None:
@@ -267,7 +267,7 @@ class ZeroEngine:
             bucket.drop_zeroed()
 
     def _grads_of(self, param: nn.Parameter) -> list[Tensor]:
-        return [own_part(shard.grad) for shard in self._shards_of(param) if shard.grad is not None]
+        return [local_shard(shard.grad) for shard in self._shards_of(param) if shard.grad is not None]
 
     # --- optimizer state ----------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class ZeroEngine:
         if (updates := updates_of(optimizer)) is not None:
             return updates.slots()
         if optimizer not in self._sliced:
-            return whole_slots(optimizer)
+            return full_slots(optimizer)
         return [[self._slot(param) for param in group["params"]] for group in optimizer.param_groups]
 
     def settle(self, optimizer: Optimizer) -> None:
@@ -406,12 +406,12 @@ class ZeroEngine:
         bucket = self._home.get(param)
         return {} if bucket is None or bucket.group is not self.group else bucket.elements_by_rank(param)
 
-    def _step_on_wholes(
+    def _step_on_full_tensors(
         self, optimizer: Optimizer, setting: ScopeSetting, group: Callable[[Scope], dist.ProcessGroup]
     ) -> None:
         """Make an optimizer that is not elementwise step on whole tensors. Collective over the world."""
         found = find_scope(optimizer, form="flat", setting=setting)
-        device = next((own_part(param).device for param in _params(optimizer) if not param.is_meta), self._device)
+        device = next((local_shard(param).device for param in _params(optimizer) if not param.is_meta), self._device)
         hosted = HostedState.of(self._offload, device, self._store)
         if found.scope == "per_tensor":
             updaters = group(found.scope)
@@ -430,9 +430,9 @@ class ZeroEngine:
                 f"{type(optimizer).__name__} {found.describe()}, but with gather={self._gather!r} each rank has exact"
                 " values of its own slice only. Leave gather out, or use an optimizer that steps on parts."
             )
-        in_parts = any(own_part(param) is not param or param.is_meta for param in _params(optimizer))
+        in_parts = any(local_shard(param) is not param or param.is_meta for param in _params(optimizer))
         if in_parts or hosted is not None:
-            step_on_wholes(
+            step_on_full_tensors(
                 optimizer,
                 found,
                 group=group(found.scope),
@@ -500,7 +500,7 @@ class ZeroEngine:
         return [bucket for bucket in self._buckets if not wanted.isdisjoint(bucket.params)]
 
     @contextmanager
-    def _hidden(self) -> Iterator[None]:
+    def _gradients_hidden(self) -> Iterator[None]:
         """Context manager around backward passes: ``.grad`` is autograd's inside, and shows reduced gradients after."""
         for bucket in self._buckets:
             bucket.hide()
@@ -543,5 +543,5 @@ def _same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
 
 
 @contextmanager
-def _nothing() -> Iterator[None]:
+def _null_context() -> Iterator[None]:
     yield

@@ -16,7 +16,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_pardist.engines.common.devices import rank_devices
 from lightning_pardist.runtime.environments.external import ExternalEnvironment, check_address
 from lightning_pardist.runtime.environments.find import describe, rendezvous_endpoint
-from lightning_pardist.runtime.environments.mpi import lonely_mpi
+from lightning_pardist.runtime.environments.mpi import unconnected_mpi_hint
 from lightning_pardist.runtime.rendezvous import RendezvousEndpoint, interface_address, interface_towards
 
 _PACKAGES = ("torch", "lightning", "lightning_pardist", "torchmetrics", "numpy")
@@ -147,7 +147,7 @@ def _warnings(environment: ClusterEnvironment, local_rank: int) -> list[str]:
             "torchrun --max-restarts shares one store between restarts, and can hang where a host is lost. Start"
             " torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment."
         )
-    if (lonely := lonely_mpi()) is not None:
+    if (lonely := unconnected_mpi_hint()) is not None:
         found.append(f"{lonely}. Set MPI4PY_MPIABI to the MPI whose mpirun is used.")
     if isinstance(environment, ExternalEnvironment) and os.environ.get("GLOO_SOCKET_IFNAME"):
         found.append(f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']} is set and is used on every host.")

@@ -32,7 +32,7 @@ def find() -> ClusterEnvironment:
         return LightningEnvironment()
     if TorchrunEnvironment.detect():
         return TorchrunEnvironment()
-    if MPIEnvironment.detect() and MPIEnvironment.was_mpirun():
+    if MPIEnvironment.detect() and MPIEnvironment.is_mpirun():
         return MPIEnvironment()
     if SLURMEnvironment.detect():
         return SLURMEnvironment()

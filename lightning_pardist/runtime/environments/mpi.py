@@ -81,7 +81,7 @@ class MPIEnvironment(ExternalEnvironment):
         return names is not None and _read(names.size) is not None
 
     @staticmethod
-    def was_mpirun() -> bool:
+    def is_mpirun() -> bool:
         """Return whether the launcher is ``mpirun`` or ``mpiexec``; ``srun --mpi=`` sets some of the variables too."""
         return any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"))
 
@@ -189,7 +189,7 @@ class MPIEnvironment(ExternalEnvironment):
         check_address(self.rendezvous_endpoint().address, source=source, is_first=self.global_rank() == 0)
 
 
-def lonely_mpi() -> str | None:
+def unconnected_mpi_hint() -> str | None:
     """Return why a process that is alone according to mpi4py may be one of many ranks; None if nothing indicates it."""
     communicator = _communicator()
     if communicator is None or communicator.Get_size() > 1:

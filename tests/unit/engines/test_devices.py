@@ -20,7 +20,7 @@ def _draws():
 def test_random_numbers_of_the_host():
     device = torch.device("cpu")
     before = devices.random_state(device)
-    with devices.random_stays(device):
+    with devices.preserve_random_state(device):
         devices.seed_generators(5, device)
         drawn = _draws()
         assert not devices.is_same_state(before, devices.random_state(device))

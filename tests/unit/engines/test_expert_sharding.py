@@ -36,22 +36,22 @@ def test_gradients_are_divided_by_all_ranks():
     layer, x = nn.Linear(3, 2), torch.randn(5, 3)
     expected = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
     weights = _alone(layer)
-    values = weights.taken()
+    values = weights.full_values()
     with weights.in_modules(values):
         out = layer(x)
     assert type(layer.weight) is nn.Parameter
-    weights.returned(out, values).square().sum().backward()
+    weights.release_after(out, values).square().sum().backward()
     torch.testing.assert_close([p.grad for p in layer.parameters()], [grad / 4 for grad in expected])
 
 
 def test_experts_compute_in_the_dtype_of_a_policy_and_a_parameter_without_gradient_has_none():
     layer = nn.Linear(3, 2)
     weights = _alone(layer, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    values = weights.taken()
+    values = weights.full_values()
     with weights.in_modules(values):
         out = nn.functional.linear(torch.randn(5, 3).bfloat16(), layer.weight)
-    with weights.blank():
+    with weights.without_values():
         assert layer(torch.zeros(1, 3).bfloat16()).dtype == torch.bfloat16
-    weights.returned(out, values).sum().backward()
+    weights.release_after(out, values).sum().backward()
     assert layer.weight.grad.dtype == torch.float32
     assert layer.bias.grad is None

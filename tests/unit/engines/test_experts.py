@@ -384,7 +384,7 @@ class Groups(Listed):
 def test_what_stays_whole_says_why():
     left = []
     assert [each.name for each in _layers(Groups(), left=left)] == ["experts"]
-    assert {each.name: each.why_whole for each in left} == {
+    assert {each.name: each.unsplit_reason for each in left} == {
         "others": "'' also computes with 'experts', which are distributed",
         "counting": "they have buffers",
     }

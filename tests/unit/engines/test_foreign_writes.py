@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pardist.axes.parameter_server import _refuse_shared
-from lightning_pardist.engines.ddp.buffers import tensors_of_nobody
+from lightning_pardist.engines.ddp.buffers import tensors_without_optimizer
 from lightning_pardist.engines.servers import Roles, ServedUpdates, Worker
 from lightning_pardist.engines.servers.foreign_writes import fingerprint
 
@@ -23,7 +23,7 @@ def run(alone):
     """Set up one worker that serves itself, after one step."""
     param = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([param], lr=1.0, momentum=0.5)
-    roles = Roles.beside_work(1, 1)
+    roles = Roles.colocated(1, 1)
     updates = [ServedUpdates(optimizer, group=alone, roles=roles, rank=0, setting="elementwise")]
     here = [True]
     worker = Worker(
@@ -68,7 +68,7 @@ def test_changes_are_refused_at_the_next_step_and_at_a_meeting(run, kind, where)
 def test_cleared_state_is_refused(run):
     worker, optimizer, *_ = run
     worker.meet()
-    worker.go_on()
+    worker.resume_updates()
     optimizer.step()
     optimizer.state.clear()
     with pytest.raises(RuntimeError, match="state of SGD was cleared"):
@@ -90,7 +90,7 @@ def test_what_stands_for_state_is_gone_at_meetings_and_at_the_end(run):
     assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.tensor([-1.0, -2.0, -3.0]))
     optimizer.state.clear()
     worker._watches[0].note_states()
-    worker.go_on()
+    worker.resume_updates()
     assert list(optimizer.state) == [param]
     worker.stop(1.0)
     assert not optimizer.state
@@ -105,7 +105,7 @@ def test_weights_may_be_put_in_place_of_others_and_back(run):
     worker.meet()
     assert not param.any()
     param.data.copy_(kept)
-    worker.go_on()
+    worker.resume_updates()
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.step()
     torch.testing.assert_close(param.detach(), kept + 0.5 * 1.5 * torch.tensor([1.0, 2.0, 3.0]))
@@ -140,7 +140,9 @@ def test_a_parameter_of_two_optimizers_is_refused():
 
 def test_teachers_are_averaged_with_buffers():
     student, teacher = nn.Linear(2, 2), nn.BatchNorm1d(2).requires_grad_(False)
-    found = tensors_of_nobody(nn.ModuleList([student, teacher]), [torch.optim.SGD(student.parameters(), lr=1.0)])
+    found = tensors_without_optimizer(
+        nn.ModuleList([student, teacher]), [torch.optim.SGD(student.parameters(), lr=1.0)]
+    )
     assert {id(each) for each in found} == {
         id(each) for each in (teacher.weight, teacher.bias, teacher.running_mean, teacher.running_var)
     }

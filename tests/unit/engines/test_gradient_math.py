@@ -21,7 +21,7 @@ def test_together_is_one_by_one(norm_type, monkeypatch):
     device = torch.device("cpu")
     found = []
     for together in (False, True):
-        monkeypatch.setattr(gradient_math, "run_together", lambda members, value=together: value)
+        monkeypatch.setattr(gradient_math, "use_foreach", lambda members, value=together: value)
         grads = _grads()
         total = gradient_math.sum_of_powers(grads, norm_type, device=device)
         gradient_math.scale_(grads, torch.tensor(0.37))

@@ -11,7 +11,7 @@ from lightning_pardist.engines.common.update_scope import FoundScope
 from lightning_pardist.engines.servers import ParameterServer
 from lightning_pardist.engines.servers.clocks import WorkerClocks
 from lightning_pardist.engines.servers.messages import Unpacked, pack_parts, unpack_parts
-from lightning_pardist.engines.servers.server import LeftOutError, Place, Purpose
+from lightning_pardist.engines.servers.server import DroppedWorkerError, MeetingKey, Purpose
 from lightning_pardist.engines.servers.share import GroupNumbers, Share, write_changes
 from lightning_pardist.engines.servers.update_log import Entry, UpdateLog, next_run, read_logs
 
@@ -21,13 +21,13 @@ EACH = FoundScope("elementwise")
 def test_clocks_keep_the_bound():
     clocks = WorkerClocks(range(3), 2)
     assert [clocks.tick(0), clocks.tick(0)] == [1, 2]
-    assert not clocks.may_go_on(0)
+    assert not clocks.may_proceed(0)
     clocks.tick(1)
-    assert not clocks.may_go_on(0)
-    clocks.rest(2)
-    assert clocks.may_go_on(0)
+    assert not clocks.may_proceed(0)
+    clocks.exclude(2)
+    assert clocks.may_proceed(0)
     clocks.tick(0)
-    clocks.meet()
+    clocks.synchronize()
     assert clocks.tick(2) == 1
     assert clocks.tick(2) == 2
     with pytest.raises(RuntimeError, match="3 updates ahead of the slowest; 2 are allowed"):
@@ -119,10 +119,12 @@ def test_each_update_has_the_settings_of_its_worker():
     assert other.param_groups[0]["lr"] == 0.3
 
 
-def _server(max_staleness=1, timeout_s=5.0, may_go=()):
+def _server(max_staleness=1, timeout_s=5.0, may_be_lost=()):
     param = nn.Parameter(torch.zeros(2))
     share = _share(torch.optim.SGD([param], lr=1.0))
-    return ParameterServer([share], workers=range(2), max_staleness=max_staleness, timeout_s=timeout_s, may_go=may_go)
+    return ParameterServer(
+        [share], workers=range(2), max_staleness=max_staleness, timeout_s=timeout_s, may_be_lost=may_be_lost
+    )
 
 
 def _turn(server, worker):
@@ -217,7 +219,7 @@ def test_updates_wait_behind_a_meeting_until_the_rank_has_read():
 
 
 def test_nobody_waits_for_a_worker_that_is_gone_and_it_counts_no_more():
-    server = _server(max_staleness=2, may_go=[1])
+    server = _server(max_staleness=2, may_be_lost=[1])
     numbers = server.shares[0].numbers.read()
     server.update(1, 0, [torch.ones(2)], numbers, (3, 1, 10))
     server.update(1, 0, [torch.ones(2)], numbers, (3, 2, 10))
@@ -227,36 +229,36 @@ def test_nobody_waits_for_a_worker_that_is_gone_and_it_counts_no_more():
     other.start()
     other.join(0.2)
     assert not done
-    server.lose(1, "it was killed")
+    server.mark_lost(1, "it was killed")
     other.join(5)
     assert done
-    with pytest.raises(LeftOutError, match="gone on without worker 1"):
+    with pytest.raises(DroppedWorkerError, match="gone on without worker 1"):
         server.update(1, 0, [torch.ones(2)], numbers)
-    (loss,) = server.losses
+    (loss,) = server.lost_workers
     assert loss.describe() == (
         "Worker 1 has gone after 2 updates (it was killed); the others go on without it, and its share of the data is"
         " not trained on: 8 of 10 batches in epoch 3, and all of later epochs."
     )
     # A worker that has left cannot be lost.
     server.leave(0)
-    server.lose(0, "its connection was closed")
+    server.mark_lost(0, "its connection was closed")
     assert server.lost == {1}
 
 
 def test_a_worker_for_which_others_wait_in_vain_is_gone_if_it_may():
-    server = _server(timeout_s=0.1, may_go=[1])
+    server = _server(timeout_s=0.1, may_be_lost=[1])
     assert [_turn(server, 0) for _ in range(3)] == [0, 0, 0]
-    assert [loss.why for loss in server.losses] == ["the others waited 0.1 s for it in vain, timeout_s"]
-    server = _server(timeout_s=0.1, may_go=[1])
+    assert [loss.why for loss in server.lost_workers] == ["the others waited 0.1 s for it in vain, timeout_s"]
+    server = _server(timeout_s=0.1, may_be_lost=[1])
     server.meet(0)
     assert server.lost == {1}
-    server = _server(timeout_s=0.1, may_go=[1])
+    server = _server(timeout_s=0.1, may_be_lost=[1])
     with pytest.raises(TimeoutError, match="the slowest worker in vain"):
         _turn(server, 1)
 
 
 def test_what_no_optimizer_updates_is_averaged_over_who_meets():
-    server = _server(may_go=[1])
+    server = _server(may_be_lost=[1])
     first = threading.Thread(target=server.meet, args=(0, torch.tensor([1.0, 2.0])))
     first.start()
     server.meet(1, torch.tensor([3.0, 6.0]))
@@ -264,24 +266,24 @@ def test_what_no_optimizer_updates_is_averaged_over_who_meets():
     assert server.rest.tolist() == [2.0, 4.0]
     for worker in range(2):
         server.release(worker)
-    server.lose(1, "it was killed")
+    server.mark_lost(1, "it was killed")
     server.meet(0, torch.tensor([5.0, 7.0]))
     assert server.rest.tolist() == [5.0, 7.0]
 
 
 def test_everybody_at_a_meeting_hears_of_the_same_losses():
-    server = _server(may_go=[1])
+    server = _server(may_be_lost=[1])
     first = threading.Thread(target=server.meet, args=(0,))
     first.start()
     server.meet(1)
     first.join(5)
     # After the meeting, before the first worker's request.
-    server.lose(1, "it was killed")
+    server.mark_lost(1, "it was killed")
     assert server.gone == []
     server.release(0)
     server.meet(0)
     assert [loss.worker for loss in server.gone] == [1]
-    text = server.losses[0].describe("it has ended", is_shared=True)
+    text = server.lost_workers[0].describe("it has ended", is_shared=True)
     assert text == (
         "Worker 1 has gone after 0 updates (it has ended); the others go on without it, and take over the rest of"
         " its share of the data."
@@ -289,7 +291,7 @@ def test_everybody_at_a_meeting_hears_of_the_same_losses():
 
 
 def test_a_worker_that_asks_now_and_then_is_not_gone():
-    server = _server(timeout_s=0.4, may_go=[1])
+    server = _server(timeout_s=0.4, may_be_lost=[1])
     numbers, words = server.shares[0].numbers.read(), []
     server.on_wait = words.append
     other = threading.Thread(target=server.meet, args=(0,))
@@ -305,12 +307,12 @@ def test_a_worker_that_asks_now_and_then_is_not_gone():
 
 
 def test_workers_at_different_meetings_end_the_job():
-    server = _server(may_go=[1])
+    server = _server(may_be_lost=[1])
     failed = []
 
     def meet():
         with pytest.raises(RuntimeError) as found:
-            server.meet(0, place=Place(Purpose.EVALUATION, 2, 1))
+            server.meet(0, place=MeetingKey(Purpose.EVALUATION, 2, 1))
         failed.append(str(found.value))
 
     other = threading.Thread(target=meet)
@@ -318,18 +320,18 @@ def test_workers_at_different_meetings_end_the_job():
     while not server._waiting:
         time.sleep(0.01)
     with pytest.raises(RuntimeError, match=r"Worker 1 is at end, but worker 0 is at evaluation 1 of epoch 2") as found:
-        server.meet(1, place=Place(Purpose.END))
+        server.meet(1, place=MeetingKey(Purpose.END))
     server.fail(found.value)
     other.join(5)
     assert failed
 
 
 def test_who_is_silent_behind_the_first_is_gone():
-    server = _server(timeout_s=0.1, may_go=[1])
-    server.lose_late()
+    server = _server(timeout_s=0.1, may_be_lost=[1])
+    server.mark_silent_lost()
     server.leave(0)
-    server.lose_late()
+    server.mark_silent_lost()
     assert not server.lost
     time.sleep(0.15)
-    server.lose_late()
+    server.mark_silent_lost()
     assert server.lost == {1}

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_pardist.compat import parameter_data
-from lightning_pardist.compat.parameter_data import looks_at, watch_looks
+from lightning_pardist.compat.parameter_data import count_data_accesses, data_accesses_of
 from lightning_pardist.engines.common.fingerprint import FINGERPRINT_SIZE, fingerprint
 
 
@@ -29,13 +29,13 @@ def test_a_fingerprint_reads_as_much_as_it_is_told_to():
 
 def test_data_of_watched_parameters_is_counted_and_what_it_was():
     watched, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    seen = watch_looks(watched)
+    seen = count_data_accesses(watched)
     other.data.add_(1.0)
-    assert looks_at(watched) == seen
+    assert data_accesses_of(watched) == seen
     watched.data.add_(1.0)
-    assert looks_at(watched) == seen + 1
+    assert data_accesses_of(watched) == seen + 1
     watched.data = torch.zeros(3)
-    assert looks_at(watched) == seen + 2
+    assert data_accesses_of(watched) == seen + 2
     assert watched.tolist() == [0.0] * 3
     assert watched.requires_grad
     assert not watched.data.requires_grad
@@ -45,7 +45,7 @@ def test_data_of_watched_parameters_is_counted_and_what_it_was():
 
 def test_nothing_is_kept_of_a_parameter_that_is_gone():
     parameter = nn.Parameter(torch.ones(3))
-    watch_looks(parameter)
+    count_data_accesses(parameter)
     before = len(parameter_data._looks)
     del parameter
     gc.collect()
@@ -55,7 +55,7 @@ def test_nothing_is_kept_of_a_parameter_that_is_gone():
 def test_parameters_are_torchs_again_when_none_is_watched():
     gc.collect()
     parameter = nn.Parameter(torch.ones(3))
-    watch_looks(parameter)
+    count_data_accesses(parameter)
     assert "data" in nn.Parameter.__dict__
     others = len(parameter_data._looks) - 1
     del parameter
@@ -68,7 +68,7 @@ def test_parameters_are_torchs_again_when_none_is_watched():
 
 def test_compiled_code_may_ask_for_the_data_of_a_parameter():
     layer = nn.Linear(3, 3)
-    watch_looks(layer.weight)
+    count_data_accesses(layer.weight)
 
     def doubled(x):
         return x @ layer.weight.data * 2

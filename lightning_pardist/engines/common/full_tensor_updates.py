@@ -31,14 +31,14 @@ from lightning_pardist.checkpoint.tensors import (
 )
 from lightning_pardist.collectives import table_device
 from lightning_pardist.compat.process_groups import device_types
-from lightning_pardist.engines.common.elementwise import marked, marks_of
+from lightning_pardist.engines.common.elementwise import user_attributes, with_user_attributes
 from lightning_pardist.engines.common.owner_plan import Box, Kind, Move, OwnerPlan, TensorLayout
-from lightning_pardist.engines.common.packed_exchange import PackedExchange, Parcel
+from lightning_pardist.engines.common.packed_exchange import BoxTransfer, PackedExchange
 from lightning_pardist.engines.common.update_scope import FoundScope
 from lightning_pardist.engines.offload import HostedState
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import local_shard
 
-_MARK = "_pardist_whole_updates"
+_MARK = "_pardist_full_tensor_updates"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class HeldTensor:
     write: TensorSlot
 
     @classmethod
-    def as_it_is(cls, param: Tensor) -> HeldTensor:
+    def updated_in_place(cls, param: Tensor) -> HeldTensor:
         """Return the storage of a parameter, plain or a ``DTensor``, that is updated in place."""
         slot = TensorSlot(param)
         return cls(slot, slot, slot)
@@ -69,8 +69,8 @@ class HeldTensor:
         """Return this rank's local tensor of one kind; zeros for a missing gradient, which other ranks may hold."""
         like = self.slot(kind).like
         if kind != "grads":
-            return own_part(like).detach()
-        return torch.zeros_like(own_part(like).detach()) if like.grad is None else own_part(like.grad).detach()
+            return local_shard(like).detach()
+        return torch.zeros_like(local_shard(like).detach()) if like.grad is None else local_shard(like.grad).detach()
 
     def boxes(self, kind: Kind) -> Shards:
         """Return this rank's boxes of one kind of values, sharing memory."""
@@ -96,7 +96,7 @@ class HeldTensor:
         return tuple((id(slot.param), id(slot.like), slot.here, slot.held and slot.held[:2]) for slot in slots)
 
 
-class WholeUpdates:
+class FullTensorUpdates:
     """Base class of updates on unsharded tensors: gathers an optimizer's tensors and scatters the new values.
 
     Args:
@@ -138,7 +138,7 @@ class WholeUpdates:
         self._after_step = after_step
         self._held: dict[int, HeldTensor] = {}
         self._current: list[nn.Parameter] = []
-        self._places: dict[tuple[int, Kind], _Places] = {}
+        self._places: dict[tuple[int, Kind], _BoxViews] = {}
         self._keys: dict[int, Any] = {}
         self._plan: OwnerPlan | None = None
         setattr(optimizer, _MARK, self)
@@ -170,10 +170,10 @@ class WholeUpdates:
         *present, changed = flags.tolist()
         if changed:
             self._keys = keys
-            self._renew()
+            self._refresh_layouts()
         return [number for number, flag in enumerate(present) if flag]
 
-    def _renew(self) -> None:
+    def _refresh_layouts(self) -> None:
         own = {number: held.layout for number, held in self._held.items()}
         layouts: list[dict[int, TensorLayout]] = [own]
         if self.group.size() > 1:
@@ -208,9 +208,9 @@ class WholeUpdates:
                 # Updated in place.
                 continue
             if values is not None:
-                outgoing.append(Parcel(move.target, values))
+                outgoing.append(BoxTransfer(move.target, values))
             if place is not None:
-                incoming.append(Parcel(move.source, place))
+                incoming.append(BoxTransfer(move.source, place))
         exchange = PackedExchange(outgoing, incoming, group=self.group, device=self._device)
         self.sent_bytes += exchange.sent_bytes
         return exchange
@@ -221,7 +221,7 @@ class WholeUpdates:
         values = held.values(move.kind)
         places = self._places.get(at)
         if places is None or not places.fit(values):
-            places = self._places[at] = _Places.of(held.boxes(move.kind), values)
+            places = self._places[at] = _BoxViews.of(held.boxes(move.kind), values)
         return places.view(values, move.box)
 
     @property
@@ -234,7 +234,7 @@ class WholeUpdates:
         kinds = device_types(self.group)
         return kinds[0] if kinds and torch.device("cpu") not in kinds else torch.device("cpu")
 
-    def _where_it_lies(self, number: int, kind: Kind) -> Tensor | None:
+    def _local_full_tensor(self, number: int, kind: Kind) -> Tensor | None:
         """Return this rank's view of values that it holds unsharded; None if it does not, or dtype or device differ."""
         moves = self.plan.gather(number, kind, self.rank)
         if len(moves) != 1 or moves[0].source != self.rank:
@@ -307,7 +307,7 @@ class WholeUpdates:
             self.optimizer.state[param] = self._hosted.keep(param, self.optimizer.state[param])
         self._hosted.wait()
 
-    def _forget_others(self) -> None:
+    def _drop_unowned_state(self) -> None:
         """Drop state that the optimizer's constructor created for parameters with other owners."""
         for number, param in enumerate(self._params()):
             if not self.owns(number):
@@ -324,7 +324,7 @@ class WholeUpdates:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _BoxViews:
     """Positions of boxes in a tensor of a given shape and strides.
 
     Attributes:
@@ -338,7 +338,7 @@ class _Places:
     boxes: Mapping[Box, tuple[torch.Size, tuple[int, ...], int]]
 
     @classmethod
-    def of(cls, shards: Shards, values: Tensor) -> _Places:
+    def of(cls, shards: Shards, values: Tensor) -> _BoxViews:
         begin = int(values.storage_offset())
         boxes = {
             (part.offsets, part.sizes): (
@@ -358,23 +358,23 @@ class _Places:
         return values.as_strided(sizes, strides, values.storage_offset() + behind)
 
 
-def updates_of(optimizer: Optimizer) -> WholeUpdates | None:
+def updates_of(optimizer: Optimizer) -> FullTensorUpdates | None:
     """Return the updates object of an optimizer that steps on unsharded tensors; None for other optimizers."""
-    found: WholeUpdates | None = getattr(optimizer, _MARK, None)
+    found: FullTensorUpdates | None = getattr(optimizer, _MARK, None)
     return found
 
 
-def forget_updates(optimizer: Optimizer) -> None:
+def restore_own_step(optimizer: Optimizer) -> None:
     """Restore the optimizer's own ``step``, once it holds unsharded parameters and state."""
     if optimizer.__dict__.pop(_MARK, None) is not None:
         optimizer.__dict__.pop("step", None)
 
 
-def twin_of(param: nn.Parameter, values: Tensor, grad: Tensor | None = None) -> nn.Parameter:
+def full_parameter_like(param: nn.Parameter, values: Tensor, grad: Tensor | None = None) -> nn.Parameter:
     """Return an unsharded parameter that replaces the user's parameter in an optimizer."""
     twin = nn.Parameter(values, requires_grad=param.requires_grad)
     # Copy the user's attributes, which an optimizer may read.
-    marked(twin, marks_of(param)).grad = grad
+    with_user_attributes(twin, user_attributes(param)).grad = grad
     return twin
 
 

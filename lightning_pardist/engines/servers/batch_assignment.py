@@ -11,7 +11,7 @@ Batch = list[int]
 ShareOf = Callable[[int, int], Sequence[Batch]]
 
 
-class DealtBatches:
+class BatchAssignment:
     """The batches of one epoch by worker: those of its own share, and those that it takes over from others.
 
     The assignment depends on the arguments only, so workers compute it without communication. All remaining workers
@@ -30,14 +30,14 @@ class DealtBatches:
     def __init__(self, workers: Sequence[int], share_of: ShareOf, *, own: int, begun: int = 0) -> None:
         self.workers = self.here = tuple(workers)
         self._share_of, self._own, self._begun = share_of, own, begun
-        self._given: dict[int, list[Batch | None]] = {worker: [] for worker in self.workers}
-        self._deals: list[dict[int, int]] = []
+        self._taken_over: dict[int, list[Batch | None]] = {worker: [] for worker in self.workers}
+        self._reassignments: list[dict[int, int]] = []
         self._begun_by: Mapping[str, Any] | None = None
 
     @classmethod
-    def of_rest(
+    def from_remaining(
         cls, workers: Sequence[int], share_of: ShareOf, *, state: Mapping[str, Any], begun: int
-    ) -> DealtBatches:
+    ) -> BatchAssignment:
         """Return the rest of an epoch that other workers have begun, dealt to these.
 
         Args:
@@ -48,19 +48,19 @@ class DealtBatches:
         """
         found = cls(workers, share_of, own=0, begun=begun)
         found._begun_by = state
-        found._give(_rest(state, share_of))
+        found._assign(_remaining_batches(state, share_of))
         return found
 
     @property
     def is_plain(self) -> bool:
         """Whether each worker has the batches of its share, and no others."""
-        return not self._deals and self._begun_by is None
+        return not self._reassignments and self._begun_by is None
 
-    def given_to(self, worker: int) -> Sequence[Batch | None]:
+    def taken_over_by(self, worker: int) -> Sequence[Batch | None]:
         """Return what a worker has taken over so far: one batch per turn, None in a turn without a batch."""
-        return self._given[worker]
+        return self._taken_over[worker]
 
-    def deal(self, gone: Mapping[int, int]) -> int:
+    def reassign(self, gone: Mapping[int, int]) -> int:
         """Deal the remaining batches of workers that are gone to those that remain.
 
         Args:
@@ -74,10 +74,10 @@ class DealtBatches:
         self.here = tuple(worker for worker in self.here if worker not in gone)
         if not new:
             return 0
-        self._deals.append(new)
-        return self._give([batch for worker, done in new.items() for batch in self.left_to(worker, done)])
+        self._reassignments.append(new)
+        return self._assign([batch for worker, done in new.items() for batch in self.remaining_of(worker, done)])
 
-    def left_to(self, worker: int, done: int) -> list[Batch]:
+    def remaining_of(self, worker: int, done: int) -> list[Batch]:
         """Return the batches of a worker that it has not done.
 
         Args:
@@ -87,51 +87,51 @@ class DealtBatches:
         own: Sequence[Batch] = ()
         if done - self._begun < self._own:
             own = self._share_of(self.workers.index(worker), len(self.workers))[: self._own]
-        given = [*own, *self._given[worker]][max(done - self._begun - (self._own - len(own)), 0) :]
+        given = [*own, *self._taken_over[worker]][max(done - self._begun - (self._own - len(own)), 0) :]
         return [batch for batch in given if batch is not None]
 
     def count_left(self, gone: Mapping[int, int], done: int) -> int:
         """Return the number of batches of the epoch that no worker has done.
 
         Args:
-            gone: As for :meth:`deal`.
+            gone: As for :meth:`reassign`.
             done: Number of batches that each remaining worker has done.
         """
         found = 0
         for worker in self.here:
             behind = gone.get(worker, done) - self._begun
-            given = self._given[worker][max(behind - self._own, 0) :]
+            given = self._taken_over[worker][max(behind - self._own, 0) :]
             found += max(self._own - behind, 0) + sum(batch is not None for batch in given)
         return found
 
     def state(self, gone: Mapping[int, int], done: int) -> dict[str, Any]:
-        """Return the state for :meth:`of_rest`, as plain values. The arguments are those of :meth:`count_left`."""
+        """Return the state for :meth:`from_remaining`, as plain values; arguments as for :meth:`count_left`."""
         return {
             "workers": list(self.workers),
             "own": self._own,
             "begun": self._begun,
-            "deals": self._deals,
+            "deals": self._reassignments,
             "begun_by": self._begun_by,
             "gone": {worker: gone[worker] for worker in self.here if worker in gone},
             "done": done,
         }
 
-    def _give(self, batches: Sequence[Batch]) -> int:
+    def _assign(self, batches: Sequence[Batch]) -> int:
         turns = -(-len(batches) // len(self.here))
         for place, worker in enumerate(self.here):
             mine = batches[place :: len(self.here)]
-            self._given[worker] += [*mine, *[None] * (turns - len(mine))]
+            self._taken_over[worker] += [*mine, *[None] * (turns - len(mine))]
         return turns
 
 
-def _rest(state: Mapping[str, Any], share_of: ShareOf) -> list[Batch]:
+def _remaining_batches(state: Mapping[str, Any], share_of: ShareOf) -> list[Batch]:
     """Return the batches that no worker had done when a state was made."""
     workers, begun = state["workers"], state["begun"]
     if state["begun_by"] is None:
-        dealt = DealtBatches(workers, share_of, own=state["own"], begun=begun)
+        dealt = BatchAssignment(workers, share_of, own=state["own"], begun=begun)
     else:
-        dealt = DealtBatches.of_rest(workers, share_of, state=state["begun_by"], begun=begun)
+        dealt = BatchAssignment.from_remaining(workers, share_of, state=state["begun_by"], begun=begun)
     for gone in state["deals"]:
-        dealt.deal(gone)
+        dealt.reassign(gone)
     behind = {worker: state["gone"].get(worker, state["done"]) for worker in dealt.here}
-    return [batch for worker, done in behind.items() for batch in dealt.left_to(worker, done)]
+    return [batch for worker, done in behind.items() for batch in dealt.remaining_of(worker, done)]

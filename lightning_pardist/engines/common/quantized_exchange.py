@@ -16,25 +16,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pardist.engines.common.block_codes import Compression, EvenBlocks, decode, encode, left_behind
+from lightning_pardist.engines.common.block_quantization import (
+    Compression,
+    EvenBlocks,
+    decode,
+    encode,
+    quantization_error,
+)
 from lightning_pardist.engines.common.slice_exchange import gather_slices
 
 #: Format in which quantization errors are stored until they are added to later gradients.
 _KEPT_AS: Compression = "int8"
 
 
-def has_codes(tensor: Tensor) -> bool:
+def is_quantizable(tensor: Tensor) -> bool:
     """Return whether a tensor is not empty and of a dtype that can be quantized."""
     return tensor.is_floating_point() and tensor.numel() > 0
 
 
-def coded(rows: Tensor, kind: Compression) -> Tensor:
+def quantized_roundtrip(rows: Tensor, kind: Compression) -> Tensor:
     """Return ``rows``, shape ``[any, slice]``, as other ranks receive them: quantized and dequantized."""
     layout = EvenBlocks(rows.shape[1])
     return decode(encode(rows, layout, kind), layout, kind, rows.dtype)
 
 
-class CodedGather(dist.Work):
+class QuantizedGather(dist.Work):
     """Work handle of a quantized all-gather; :meth:`wait` dequantizes the received codes.
 
     Args:
@@ -60,7 +66,7 @@ class CodedGather(dist.Work):
         return True
 
 
-def gather_coded(whole: Tensor, own: Tensor, *, group: dist.ProcessGroup, kind: Compression) -> dist.Work:
+def all_gather_quantized(whole: Tensor, own: Tensor, *, group: dist.ProcessGroup, kind: Compression) -> dist.Work:
     """All-gather slices in quantized form. Collective over ``group``; asynchronous.
 
     Every rank gets the same values, including the owner of a slice. Sends ``(N-1)/N`` of ``whole`` in codes.
@@ -78,10 +84,10 @@ def gather_coded(whole: Tensor, own: Tensor, *, group: dist.ProcessGroup, kind: 
     mine = encode(own.view(1, -1), EvenBlocks(own.numel()), kind)
     codes = mine.new_empty(size, mine.shape[1])
     codes[rank] = mine[0]
-    return CodedGather(gather_slices(codes.view(-1), group=group), codes, whole.view(size, -1), kind)
+    return QuantizedGather(gather_slices(codes.view(-1), group=group), codes, whole.view(size, -1), kind)
 
 
-class Remainders:
+class ErrorFeedback:
     """Error feedback: this rank's quantization errors of gradients, added to the gradients of the next step.
 
     See 1-bit SGD (Seide et al. 2014); arXiv 1901.09847 shows that SGD converges with it. Errors are stored as 8-bit
@@ -91,7 +97,7 @@ class Remainders:
     def __init__(self) -> None:
         self._kept: dict[Hashable, Tensor] = {}
 
-    def added(self, key: Hashable, rows: Tensor) -> Tensor:
+    def with_error(self, key: Hashable, rows: Tensor) -> Tensor:
         """Return ``rows`` plus their stored error, as a new tensor in fp32 or wider, the dtype of the reduction."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         kept = self._kept.get((key, rows.shape))
@@ -99,7 +105,7 @@ class Remainders:
             return rows.to(wide, copy=True)
         return decode(kept, EvenBlocks(rows.shape[1]), _KEPT_AS, wide).add_(rows)
 
-    def keep(self, key: Hashable, left: Tensor) -> None:
+    def store_error(self, key: Hashable, left: Tensor) -> None:
         """Store the quantization error of a key."""
         self._kept[key, left.shape] = encode(left, EvenBlocks(left.shape[1]), _KEPT_AS)
 
@@ -113,7 +119,7 @@ class Remainders:
 
 
 @dataclass
-class CodedReduction:
+class QuantizedReduction:
     """A pending quantized reduce-scatter; :meth:`finish` waits and sums.
 
     Attributes:
@@ -147,14 +153,14 @@ class CodedReduction:
         return total if out is None else out.copy_(total)
 
 
-def scatter_coded(
+def reduce_scatter_quantized(
     whole: Tensor,
     *,
     group: dist.ProcessGroup,
     kind: Compression,
-    remainders: Remainders | None = None,
+    error_feedback: ErrorFeedback | None = None,
     key: Hashable = None,
-) -> CodedReduction:
+) -> QuantizedReduction:
     """Reduce-scatter slices in quantized form. Collective over ``group``; asynchronous.
 
     A rank's own slice is not quantized. Sends ``(N-1)/N`` of ``whole`` in codes.
@@ -163,18 +169,18 @@ def scatter_coded(
         whole: Flat, contiguous, shape ``[group size * slice]``; must not be written before the reduction is finished.
         group: The participating ranks.
         kind: Format of the codes.
-        remainders: Quantization errors of earlier calls (error feedback); errors are dropped if None.
-        key: Key of these elements in ``remainders``.
+        error_feedback: Quantization errors of earlier calls (error feedback); errors are dropped if None.
+        key: Key of these elements in ``error_feedback``.
     """
     size, rank = group.size(), group.rank()
     own_rows = whole.view(size, -1)
     layout = EvenBlocks(own_rows.shape[1])
-    rows = own_rows if remainders is None else remainders.added(key, own_rows)
+    rows = own_rows if error_feedback is None else error_feedback.with_error(key, own_rows)
     message = encode(rows, layout, kind)
-    if remainders is not None:
-        left = left_behind(rows, decode(message, layout, kind, rows.dtype))
+    if error_feedback is not None:
+        left = quantization_error(rows, decode(message, layout, kind, rows.dtype))
         left[rank] = 0
-        remainders.keep(key, left)
+        error_feedback.store_error(key, left)
     received = torch.empty_like(message)
     work = dist.all_to_all_single(received, message, group=group, async_op=True)
-    return CodedReduction(own_rows[rank], received, message, rank, kind, work)
+    return QuantizedReduction(own_rows[rank], received, message, rank, kind, work)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import get_args
 
 from lightning_pardist.axes.base import RunContext
-from lightning_pardist.engines.common.block_codes import Compression
+from lightning_pardist.engines.common.block_quantization import Compression
 from lightning_pardist.mesh import GRADIENT_AXES
 from lightning_pardist.settings import one_of
 
 
-class CodesSetting:
+class CompressionSetting:
     """Settings of low-bit communication between ranks that shard parameters or gradients.
 
     Args:
@@ -44,7 +44,7 @@ class CodesSetting:
                 rounding differs between tensor ranks.
         """
         travels = context.dims.size(*GRADIENT_AXES) > 1
-        if travels and (rounded := self._rounded_by_place) and (size := context.dims.tensor_parallel) > 1:
+        if travels and (rounded := self._position_dependent_setting) and (size := context.dims.tensor_parallel) > 1:
             raise ValueError(
                 f"{rounded} rounds each number depending on its neighbors in the tensor, which differ between the"
                 f" {size} tensor ranks: parameters that all of them hold (norms, biases) would drift apart. Leave it"
@@ -66,8 +66,8 @@ class CodesSetting:
             ValueError: On every rank, if there are such parameters.
         """
         travels = context.dims.size(*GRADIENT_AXES) > 1
-        names = [name for axis in context.axes for name in axis.copied_parameters()] if travels else []
-        if names and (rounded := self._rounded_by_place):
+        names = [name for axis in context.axes for name in axis.replicated_parameters()] if travels else []
+        if names and (rounded := self._position_dependent_setting):
             raise ValueError(
                 f"{rounded} rounds each number depending on its neighbors in the tensor, which differ between the"
                 f" stages of a pipeline: copies of {', '.join(names)}, which several stages hold, would drift apart."
@@ -75,7 +75,7 @@ class CodesSetting:
             )
 
     @property
-    def _rounded_by_place(self) -> str:
+    def _position_dependent_setting(self) -> str:
         """The setting whose rounding of an element depends on its neighbours or its owner rank; empty if none.
 
         Half-precision formats round each element independently. For ``reduce`` of any format, the owner rank's own

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import NoReturn, TextIO
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
+def write_stderr(text: str, stream: TextIO | None = None) -> None:
     """Write a line to standard error; do nothing if it cannot be written.
 
     Args:
@@ -24,7 +24,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
         print(text, file=stream or sys.stderr, flush=True)
 
 
-def leave(status: int = 1) -> NoReturn:
+def exit_now(status: int = 1) -> NoReturn:
     """End this process immediately, from any thread."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()

@@ -28,7 +28,7 @@ from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 _POLL_S = 0.1
 
 
-class RanksApart:
+class IsolatedRanks:
     """Replaces the Trainer's loops on ranks that do not train, and passes results to them through the store.
 
     Args:
@@ -47,11 +47,11 @@ class RanksApart:
 
     def attach(self) -> None:
         """Replace the loops on ranks that do not train; on others, publish evaluation results. Not collective."""
-        trainer, is_apart = self._trainer, self._context.distributed.is_apart
+        trainer, is_isolated = self._trainer, self._context.distributed.is_isolated
         for loop in (trainer.validate_loop, trainer.test_loop):
-            run = self._await_results if is_apart else self._and_tell(loop.run)
+            run = self._await_results if is_isolated else self._and_tell(loop.run)
             self._attached.attach(Patch(loop, "run", run))
-        if is_apart:
+        if is_isolated:
             self._attached.attach(Patch(trainer.fit_loop, "run", self._serve))
             self._attached.attach(Patch(trainer, "num_sanity_val_steps", 0))
             self._attached.attach(Patch(trainer.predict_loop, "run", lambda: None))
@@ -60,7 +60,7 @@ class RanksApart:
         """Restore the Trainer's loops. Not collective."""
         self._attached.detach()
 
-    def let_pass(self, what: str) -> None:
+    def wait_for_first_rank(self, what: str) -> None:
         """Wait until the first rank has reached the same point, on ranks that do not train and in other worlds.
 
         Args:
@@ -71,7 +71,7 @@ class RanksApart:
                 apply the timeout only after the run.
         """
         distributed = self._context.distributed
-        if not (distributed.is_apart or distributed.is_follower):
+        if not (distributed.is_isolated or distributed.is_follower):
             if distributed.is_first:
                 self._store.set(what, "")
             return
@@ -96,7 +96,7 @@ class RanksApart:
         if self._trainer.state.stopped:
             self._saves += 1
             finish()
-            self.let_pass(f"saved {self._saves}")
+            self.wait_for_first_rank(f"saved {self._saves}")
 
     def share_paths(self, *, well: bool) -> None:
         """After a fit, copy the first worker's checkpoint paths to workers in other worlds. Not collective.
@@ -111,12 +111,12 @@ class RanksApart:
             paths = pack_plain([_paths(callback) for callback in self._trainer.checkpoint_callbacks])
             self._store.set("paths", bytes(paths.numpy()).hex())
         elif well and distributed.is_follower:
-            self.let_pass("paths")
+            self.wait_for_first_rank("paths")
             packed = torch.frombuffer(bytearray.fromhex(self._store.get("paths").decode()), dtype=torch.uint8)
             _take_paths(self._trainer, unpack_plain(packed))
 
     def _serve(self) -> None:
-        found = [axis.serve() for axis in self._context.axes if axis.ranks_apart]
+        found = [axis.serve() for axis in self._context.axes if axis.num_isolated_ranks]
         for outcome in found:
             if outcome is not None:
                 take_outcome(self._trainer, outcome)
@@ -126,14 +126,14 @@ class RanksApart:
             results = run()
             if self._context.distributed.is_first:
                 self._store.set("results", json.dumps(results, default=float))
-                self.let_pass("evaluated")
+                self.wait_for_first_rank("evaluated")
                 self._await_readers()
             return results
 
         return run_and_tell
 
     def _await_results(self) -> Any:
-        self.let_pass("evaluated")
+        self.wait_for_first_rank("evaluated")
         results = self._store.get("results")
         self._store.add("read", 1)
         return json.loads(results)
@@ -141,7 +141,7 @@ class RanksApart:
     def _await_readers(self) -> None:
         """Wait until the results are read, since the store lives in the first rank's process, which may end next."""
         distributed, began = self._context.distributed, time.monotonic()
-        while self._store.add("read", 0) < distributed.apart:
+        while self._store.add("read", 0) < distributed.num_isolated:
             if time.monotonic() - began > distributed.timeout_s:
                 raise RuntimeError(
                     f"The first rank has waited {distributed.timeout_s:g} s for the serving ranks to read the results"

@@ -14,16 +14,22 @@ from torch import Tensor
 
 from lightning_pardist.collectives import as_bytes
 from lightning_pardist.engines.servers.messages import (
+    Connection,
     Kind,
-    Line,
     Message,
     Unpacked,
-    is_broken_line,
+    is_broken_connection,
     pack_parts,
     unpack_parts,
 )
 from lightning_pardist.engines.servers.plain_values import pack_plain, unpack_plain
-from lightning_pardist.engines.servers.server import ANYWHERE, Changes, LeftOutError, ParameterServer, Place
+from lightning_pardist.engines.servers.server import (
+    ANY_MEETING,
+    Changes,
+    DroppedWorkerError,
+    MeetingKey,
+    ParameterServer,
+)
 from lightning_pardist.engines.servers.share import Share
 
 #: Timeout of a connection that may last as long as both sides live.
@@ -49,8 +55,8 @@ class WorkerThreads:
         self, server: ParameterServer, group: dist.ProcessGroup, tags: tuple[int, int], timeout_s: float
     ) -> None:
         self._server = server
-        server.on_wait = self._let_wait
-        self._waiting: dict[int, Line] = {}
+        server.on_wait = self._send_keep_alive
+        self._waiting: dict[int, Connection] = {}
         #: What a worker has sent as the outcome for dedicated servers.
         self.outcome: Tensor | None = None
         self._threads = {
@@ -58,7 +64,10 @@ class WorkerThreads:
                 target=self._serve,
                 args=(
                     worker,
-                    *(Line(group, worker, tag, _DAYS_S if worker in server.may_go else timeout_s) for tag in tags),
+                    *(
+                        Connection(group, worker, tag, _DAYS_S if worker in server.may_be_lost else timeout_s)
+                        for tag in tags
+                    ),
                 ),
                 name=f"parameter-server-{worker}",
                 daemon=True,
@@ -81,7 +90,7 @@ class WorkerThreads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
 
-    def _let_wait(self, worker: int) -> None:
+    def _send_keep_alive(self, worker: int) -> None:
         # Notifies a worker that waits for a reply that it will come.
         if worker in self._waiting:
             self._waiting[worker].send(Message(Kind.WAIT))
@@ -93,7 +102,7 @@ class WorkerThreads:
             if worker in self._threads:
                 self._threads[worker].join(max(0.0, deadline - time.monotonic()))
 
-    def _serve(self, worker: int, requests: Line, answers: Line) -> None:
+    def _serve(self, worker: int, requests: Connection, answers: Connection) -> None:
         self._waiting[worker] = answers
         try:
             while (message := requests.receive()).kind not in (Kind.LEAVE, Kind.FAILED):
@@ -103,34 +112,35 @@ class WorkerThreads:
                 try:
                     self._answer(worker, message, answers)
                 except Exception as error:
-                    if isinstance(error, LeftOutError) or is_broken_line(error):
+                    if isinstance(error, DroppedWorkerError) or is_broken_connection(error):
                         raise
                     self._server.fail(error)
                     answers.send(failed(error))
             if message.kind == Kind.FAILED:
                 self._server.fail(RuntimeError(f"Worker {worker} ended by an error: {reason_of(message)}"))
             answers.flush()
-        except LeftOutError as error:
+        except DroppedWorkerError as error:
             with suppress(RuntimeError):
                 answers.send(failed(error))
                 answers.flush()
         except RuntimeError as error:
             # The connection is closed, so the worker is gone.
-            if worker in self._server.may_go and is_broken_line(error):
-                self._server.lose(worker, "its connection was closed")
+            if worker in self._server.may_be_lost and is_broken_connection(error):
+                self._server.mark_lost(worker, "its connection was closed")
             else:
                 self._server.fail(error)
         finally:
             self._server.leave(worker)
 
-    def _answer(self, worker: int, message: Message, answers: Line) -> None:
+    def _answer(self, worker: int, message: Message, answers: Connection) -> None:
         server, index = self._server, message.optimizer
         if message.kind == Kind.MEET:
             _, dtype, *where = message.numbers
-            rest, place = None if message.payload is None else message.payload.view(REST_DTYPES[dtype]), Place(*where)
+            rest = None if message.payload is None else message.payload.view(REST_DTYPES[dtype])
+            place = MeetingKey(*where)
             server.meet(worker, rest, place)
             try:
-                if place != ANYWHERE:
+                if place != ANY_MEETING:
                     gone = {loss.worker: (loss.position or (-1, 0))[:2] for loss in server.gone}
                     answers.send(Message(Kind.GONE, payload=pack_plain(gone)))
                 if (rest := server.rest) is not None:
@@ -198,10 +208,10 @@ class RemoteServer:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, tags: tuple[int, int], timeout_s: float) -> None:
         self.rank = rank
-        self._requests, self._answers = (Line(group, rank, tag, timeout_s) for tag in tags)
+        self._requests, self._answers = (Connection(group, rank, tag, timeout_s) for tag in tags)
         self._timeout_s = timeout_s
 
-    def ask(self, message: Message) -> int:
+    def request(self, message: Message) -> int:
         """Start to send a request; return its size in bytes."""
         return self._requests.send(message)
 
@@ -260,7 +270,7 @@ class RemoteServer:
         found: dict[str, Any] = unpack_plain(self._received().payload)
         return found
 
-    def tell(self, outcome: Tensor) -> None:
+    def send_outcome(self, outcome: Tensor) -> None:
         """Send the outcome with which a dedicated server continues after training."""
         self._requests.send(Message(Kind.OUTCOME, payload=outcome))
 

@@ -21,27 +21,27 @@ _WHILE_THEY_LIVE = timedelta(days=30)
 _GROUPS_OF_A_RUN = 100_000
 
 #: The group of all ranks, while a part of them is the default group.
-_whole: dist.ProcessGroup | None = None
+_all_ranks: dist.ProcessGroup | None = None
 _groups: dict[tuple[dist.ProcessGroup, int, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 _starts: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
 _times = 0
 
 
-def set_apart(number: int, *, worlds: int = 1, timeout: timedelta) -> dist.ProcessGroup:
-    """Make each of the last ranks a world of its own, and all others the world, until :func:`make_whole`.
+def isolate_ranks(number: int, *, worlds: int = 1, timeout: timedelta) -> dist.ProcessGroup:
+    """Make each of the last ranks a world of its own, and all others the world, until :func:`restore_world`.
 
     Collective over all ranks, on the first call with these numbers.
 
     Args:
-        number: Number of ranks that are set apart.
+        number: Number of ranks that are isolated.
         worlds: Number of worlds of equal size that the other ranks form.
         timeout: Timeout of the collectives of the other ranks.
 
     Returns:
         A gloo group of all ranks, for messages only.
     """
-    global _whole
-    _whole = whole = world_group()
+    global _all_ranks
+    _all_ranks = whole = world_group()
     if (whole, number, worlds) not in _groups:
         first, rank = whole.size() - number, whole.rank()
         size = first // worlds
@@ -56,13 +56,13 @@ def set_apart(number: int, *, worlds: int = 1, timeout: timedelta) -> dist.Proce
 
 
 def group_of(ranks: Collection[int], *, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a gloo group of some ranks of the job, while ranks are set apart. Collective over these ranks only."""
-    if _whole is None:
-        raise RuntimeError("No ranks are set apart.")
-    key = _whole, tuple(sorted(ranks))
+    """Return a gloo group of some ranks of the job, while ranks are isolated. Collective over these ranks only."""
+    if _all_ranks is None:
+        raise RuntimeError("No ranks are isolated.")
+    key = _all_ranks, tuple(sorted(ranks))
     if key not in _starts:
         own = world_group()
-        show_as_default(_whole)
+        show_as_default(_all_ranks)
         try:
             _starts[key] = dist.new_group(list(key[1]), backend="gloo", timeout=timeout, use_local_synchronization=True)
         finally:
@@ -70,13 +70,13 @@ def group_of(ranks: Collection[int], *, timeout: timedelta) -> dist.ProcessGroup
     return _starts[key]
 
 
-def make_whole() -> None:
-    """Restore the world of all ranks, if some are set apart.
+def restore_world() -> None:
+    """Restore the world of all ranks, if some are isolated.
 
     Not collective, but all ranks call it at the same place in the program.
     """
-    global _whole, _times
-    whole, _whole = _whole, None
+    global _all_ranks, _times
+    whole, _all_ranks = _all_ranks, None
     if not dist.is_initialized():
         _groups.clear()
         _starts.clear()

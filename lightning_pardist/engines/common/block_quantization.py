@@ -155,7 +155,7 @@ def encode(rows: Tensor, layout: BlockLayout, kind: Compression | None) -> Tenso
     return torch.cat([scales.view(torch.uint8), packed], 1)
 
 
-def left_behind(values: Tensor, received: Tensor) -> Tensor:
+def quantization_error(values: Tensor, received: Tensor) -> Tensor:
     """Return the quantization error for error feedback, with non-finite entries replaced by zero."""
     return (values - received).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
