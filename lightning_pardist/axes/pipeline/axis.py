@@ -34,9 +34,10 @@ from lightning_pardist.axes.pipeline.meta_stages import create_local, meta_place
 from lightning_pardist.axes.pipeline.microbatch_outputs import BatchOutputs, Part, StepOutputs
 from lightning_pardist.axes.pipeline.microbatching import Microbatching
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
-from lightning_pardist.axes.pipeline.recording import STEPS, Recorded, StepKey, StepRecorder, loss_of
+from lightning_pardist.axes.pipeline.recording import Recorded, StepRecorder
 from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares
 from lightning_pardist.axes.pipeline.refusals import check_trainer, find_joint_updates
+from lightning_pardist.axes.pipeline.sample_runs import STEPS, StepKey, loss_of
 from lightning_pardist.axes.together import raise_on_all_ranks
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat.lightning_loops import active_loop, data_fetcher, layer_sync, set_data_fetcher

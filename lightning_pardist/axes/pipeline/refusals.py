@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_pardist.axes.base import RunContext
 from lightning_pardist.axes.pipeline.owner_recording import needs_owners
-from lightning_pardist.axes.pipeline.recording import STEPS
+from lightning_pardist.axes.pipeline.sample_runs import STEPS
 from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_callbacks, refuse_pruning
 from lightning_pardist.compat.lightning_loops import is_compiled
 from lightning_pardist.engines.common.update_scope import FoundScope, ScopeSetting, find_scope, has_parameters

@@ -1,0 +1,267 @@
+"""Trial of a training step on a batch and on its micro-batches, which shows how their values combine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_debug
+from torch import Tensor
+
+from lightning_pardist.axes.pipeline.merged_values import increment_of
+from lightning_pardist.axes.pipeline.microbatching import Microbatching
+from lightning_pardist.axes.pipeline.reduction_rules import (
+    Collector,
+    Place,
+    Rules,
+    Shares,
+    combined,
+    find_derived,
+    find_rules,
+    relative_error,
+)
+from lightning_pardist.axes.pipeline.sample_runs import SampleRuns, SampleStep, loss_of
+from lightning_pardist.engines.common.devices import device_in_use, is_same_state, random_state
+from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
+from lightning_pardist.engines.common.loss_terms import Term
+from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
+from lightning_pardist.engines.pipeline.interception import undisturbed
+from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, common_ratios, part_weight
+from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_mean
+from lightning_pardist.trainer.sample_mixing import SampleMixing
+from lightning_pardist.trainer.sample_orders import SampleOrders
+
+#: Kinds of places whose values persist between steps.
+_KEPT = ("assigned", "buffer")
+#: Relative errors: certainly rounding, possibly rounding, possibly rounding in half precision.
+_CLOSE, _LOOSE, _ROUGH = 2e-6, 1e-4, 2e-2
+#: Runs a step on batches, optionally with preset attributes or buffers, and returns the record of each run.
+_Evaluate = Callable[..., list[dict[str, Any]]]
+
+
+class RuleTrial:
+    """Runs a training step on its sample batch and on the batch's micro-batches. Not collective.
+
+    Args:
+        runs: Runs the step.
+        sample: The step and its sample batch.
+        microbatching: How the batch is split.
+        loss: Structure of a micro-batch's loss.
+        loss_weight: How losses are weighted.
+
+    Attributes:
+        parts: The micro-batches.
+        loss: Structure of the loss, with what the micro-batches' losses show.
+    """
+
+    def __init__(
+        self,
+        runs: SampleRuns,
+        sample: SampleStep,
+        microbatching: Microbatching,
+        loss: LossMakeup,
+        loss_weight: LossWeight,
+    ) -> None:
+        self.parts = microbatching.split(sample.batch, microbatching.count(sample.batch))
+        self.loss = loss
+        self._runs, self._sample, self._loss_weight = runs, sample, loss_weight
+        self._module, self._cut = runs.module, microbatching.cut
+        self._rng_afterwards = random_state(device_in_use())
+        self._failure = ""
+
+    def rules(self, *, check_samples: bool) -> Rules:
+        """Return the rules that combine the micro-batches' values.
+
+        Args:
+            check_samples: Whether to look for steps and layers that mix samples as well.
+        """
+        rules = self._find_rules()
+        if not check_samples or len(self.parts) < 2:
+            return rules
+        orders, mixing = self._find_mixing()
+        return replace(rules, orders=orders, mixing=mixing)
+
+    def is_additive(self) -> bool:
+        """Return whether the mean or sum of the micro-batches' losses is the batch's loss, up to rounding."""
+        tried, parts = self._trial_results(), self.parts
+        if tried is None or len(parts) < 2:
+            return False
+        whole, run, _ = tried
+        loss, losses = loss_of(whole), [loss_of(record) for record in run([part.value for part in parts])]
+        if loss is None or any(each is None for each in losses):
+            return False
+        shares = Shares.of([part.size for part in parts], [part.size for part in parts])
+        ways = (weighted_mean(losses, shares.loss), sum(losses))  # type: ignore[arg-type]
+        return min(relative_error(loss, way) for way in ways) <= _CLOSE
+
+    def batch_coupling(self) -> str:
+        """Return what makes the whole batch's loss more than a sum over samples, from its autograd graph.
+
+        This needs no real values. Empty if nothing is found.
+        """
+        if len(self.parts) < 2:
+            return ""
+        with self._runs.running(self._sample) as run, undisturbed(self._module), torch.enable_grad():
+            loss = loss_of(run(fresh_copy(self._sample.batch)))
+        if loss is None or loss.numel() != 1:
+            return ""
+        samples = self._cut.samples_of(self._sample.batch)
+        return LossMakeup.of(loss, self._sample.batch, samples, self._loss_weight).coupled
+
+    def _find_mixing(self) -> tuple[str | None, str | None]:
+        """Return how a step mixes samples, and the name of a layer whose output depends on other samples.
+
+        The step runs in training mode, unlike in the trial that finds rules.
+        """
+        batch, samples = fresh_copy(self._sample.batch), self._cut.samples_of(self._sample.batch)
+        mixing, orders = SampleMixing(self._module), SampleOrders(batch, samples or 0)
+        guard = ParameterWriteGuard(self._module)
+        try:
+            with self._runs.running(self._sample) as run, undisturbed(self._module), torch.no_grad(), guard:
+                with mixing.noting(batch, samples), orders:
+                    run(batch)
+                with self._runs.trainer.precision_plugin.train_step_context():
+                    return orders.found, mixing.find()
+        except Exception as error:
+            rank_zero_debug(f"Whether layers mix samples is not known ({error}).")
+            return orders.found, None
+
+    def _find_rules(self) -> Rules:
+        """Run the step on the whole sample batch and on its micro-batches, and find the rules that combine values."""
+        parts = self.parts
+        if len(parts) < 2:
+            return Rules()
+        values, sizes = [part.value for part in parts], [part.size for part in parts]
+        rng = random_state(device_in_use())
+        tried = self._trial_results()
+        if tried is None:
+            return Rules(untried=self._failure)
+        whole, run, is_exact = tried
+        is_random = not is_same_state(rng, self._rng_afterwards)
+        weights = self._weights(run)
+        shares = Shares.of([1.0 if weight is None else float(weight) for weight in weights], sizes)
+        records = run(values)
+        collector = self._numbers(records, shares)
+        numbers, columns, meant = self._numbers_of(whole, sum(sizes)), collector.found, collector.meant
+        loose, close = (_LOOSE, _CLOSE) if is_exact else (_ROUGH, _ROUGH)
+        loss = loss_of(whole)
+        place = next((key for key, number in numbers.items() if number is loss), None)
+        derived = {} if place not in columns else find_derived(columns, columns[place], close=close)
+        tolerances: dict[str, Any] = {"close": close, "tolerance": loose, "rough": is_random, "meant": meant}
+        found = find_rules(numbers, columns, shares, **tolerances) | derived
+        found = self._settle_sums(found, numbers, run)
+        told: dict[str, Any] = {}
+        if not is_random:
+            told["unexplained"] = _unexplained(numbers, columns, found)
+            told["metrics"] = tuple(self._runs.effects.uneven_metrics(whole, records))
+        if place is None or place not in columns:
+            return Rules(found, **told)
+        own, shown = "sum" if None in weights else "mean", found.get(place)
+        if is_random:
+            # Random values cannot confirm the loss weighting; rely on the autograd graph.
+            return Rules({**found, place: own}, None, not self.batch_coupling(), **told)
+        if relative_error(numbers[place], combined(own, columns[place], shares)) <= loose:
+            return Rules({**found, place: own}, **told)
+        if shown not in ("mean", "samples", "sum"):
+            linear = self.loss.several_counts and not self.loss.coupled
+            return Rules({**found, place: own}, None, linear, **told)
+        # The analysis of the autograd graph was wrong: use the rule of the trial.
+        known = self._loss_weight == "auto"
+        return Rules(found, ("sum" if shown == "sum" else "samples") if known else None, known, **told)
+
+    def _weights(self, run: _Evaluate) -> list[Tensor | float | None]:
+        """Return the weights of the micro-batches' losses, None for each if they are summed."""
+        if self.loss.is_sum:
+            return [None] * len(self.parts)
+        if not self.loss.by_data:
+            return [1.0 if self._loss_weight == "ranks" else float(part.size) for part in self.parts]
+        weights = []
+
+        def look() -> Iterator[tuple[list[Term], int]]:
+            # One at a time, since each loss holds an autograd graph.
+            for part in self.parts:
+                loss = loss_of(run([part.value], grad=True)[0])
+                terms = [] if loss is None else terms_of(loss, part.value, part.size, self._loss_weight)
+                weights.append(part_weight(terms, part.size))
+                yield terms, part.size
+
+        self.loss = replace(self.loss, several_counts=common_ratios(look()) is None)
+        return weights
+
+    def _settle_sums(self, found: dict[Place, str], numbers: dict[Place, Any], run: _Evaluate) -> dict[Place, str]:
+        """Decide whether a value that was 0 before the step is a sum over the batch, or is incremented in each step."""
+        for place in [
+            place for place, rule in found.items() if rule == "sum" and found.get(increment_of(place)) == "sum"
+        ]:
+            before = self._runs.effects.value_at(place)
+            try:
+                (record,) = run([self._sample.batch], {place: before + 1})
+                after = self._numbers_of(record, 1).get(place, math.nan)
+            except Exception:
+                after = math.nan
+            del found[increment_of(place) if relative_error(after, numbers[place]) == 0.0 else place]
+        return found
+
+    def _trial_results(self) -> tuple[dict[str, Any], _Evaluate, bool] | None:
+        """Return the record of the step on the whole batch, a function to run others, and whether values are exact.
+
+        None if the step fails on the batch in evaluation mode, which is no reason to refuse it.
+        """
+        precision = str(self._runs.trainer.precision)
+        # If parameters are fp32, rules are distinguished best without autocast.
+        for plain in (True, False) if precision.endswith("mixed") else (False,):
+            run = partial(self._evaluated, plain)
+            try:
+                return run([self._sample.batch])[0], run, plain or precision.startswith(("32", "64"))
+            except Exception as error:
+                self._failure = f"{type(error).__name__}: {error}"
+        return None
+
+    def _evaluated(
+        self,
+        plain: bool,
+        batches: list[Any],
+        preset: Mapping[Place, Any] | None = None,
+        *,
+        grad: bool = False,
+    ) -> list[dict[str, Any]]:
+        running = self._runs.running(self._sample, plain=plain)
+        with running as run, undisturbed(self._module), torch.set_grad_enabled(grad):
+            self._module.eval()
+            for place, value in (preset or {}).items():
+                self._runs.effects.preset(place, value)
+            records = [run(fresh_copy(batch)) for batch in batches]
+            self._rng_afterwards = random_state(device_in_use())
+            return records
+
+    def _numbers_of(self, record: dict[str, Any], size: int) -> dict[Place, Any]:
+        twice = self._numbers([record, record], Shares.of([1, 1], [size] * 2)).found
+        return {place: column[0] for place, column in twice.items()}
+
+    def _numbers(self, records: list[dict[str, Any]], shares: Shares) -> Collector:
+        collector = Collector()
+        self._runs.effects.combine(records, shares, collector)
+        for place in [place for place, column in collector.found.items() if len(column) < len(records)]:
+            # None on some micro-batches: no rule can be found.
+            del collector.found[place]
+        return collector
+
+
+def _unexplained(
+    numbers: Mapping[Place, Any], columns: Mapping[Place, Any], found: Mapping[Place, str]
+) -> tuple[str, ...]:
+    """Return names of logged values, attributes and buffers without a rule."""
+    kept = [place for place in columns if place in numbers and place[0] in (*_KEPT, "logged")]
+    kept = [place for place in kept if place not in found and increment_of(place) not in found]
+    return tuple(dict.fromkeys(_named(place) for place in kept))
+
+
+def _named(place: Place) -> str:
+    if place[0] == "logged":
+        # A logged dict has one value per key.
+        return repr(place[3] if len(place) > 3 and isinstance(place[3], str) else place[1])
+    return ".".join(str(part) for part in place[1] if part)  # type: ignore[attr-defined]
