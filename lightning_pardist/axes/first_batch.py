@@ -1,17 +1,83 @@
-"""Broadcast of the first rank's batch to all ranks that work on one batch."""
+"""Comparison of the batches of ranks that work on one batch, and broadcast of the first rank's."""
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pardist.engines.pipeline.nested import map_leaves, named_children, tensors_in
+from lightning_pardist.engines.pipeline.nested import flatten, map_leaves, named_children, tensors_in
+
+#: Number of elements of a tensor or array that are read, at most twice as many.
+_ELEMENTS = 1024
+#: Index tensors of each sparse layout.
+_INDICES = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+def batch_checksum(batch: Any, *, reads_accelerators: bool = True) -> int:
+    """Return a checksum of a batch. Not collective.
+
+    It covers the shapes, dtypes and a sample of the elements of tensors and arrays, and all other values that can be
+    pickled.
+
+    Args:
+        batch: Any structure.
+        reads_accelerators: Whether to read tensors on accelerators, which synchronizes with the device.
+
+    Returns:
+        A number of 56 bits, equal for equal batches.
+    """
+    digest = hashlib.blake2b(digest_size=7)
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, Tensor):
+            digest.update(repr(((), leaf.dtype) if leaf.is_nested else (tuple(leaf.shape), leaf.dtype)).encode())
+            if reads_accelerators or leaf.device.type == "cpu":
+                for part in _strided_parts(leaf.detach()):
+                    digest.update(repr(tuple(part.shape)).encode())
+                    sample = part.reshape(-1)[:: max(1, part.numel() // _ELEMENTS)].contiguous().cpu()
+                    digest.update(sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b"")
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            digest.update(repr((leaf.shape, leaf.dtype)).encode())
+            digest.update(leaf.reshape(-1)[:: max(1, leaf.size // _ELEMENTS)].tobytes())
+        else:
+            digest.update(_content(leaf))
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _strided_parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the strided tensors that hold a tensor's elements and their places; empty for unknown layouts."""
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values()
+    names = _INDICES.get(tensor.layout, ())
+    return [getattr(tensor, name)() for name in (*names, "values")] if names else ()
+
+
+def _content(value: Any) -> bytes:
+    if isinstance(value, (set, frozenset)):
+        # Their order depends on the process.
+        return repr(sorted(map(repr, value))).encode()
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return type(value).__name__.encode()
 
 
 def warn_of_different_batches(who: str) -> None:

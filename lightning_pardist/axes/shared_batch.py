@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -17,9 +16,8 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis
-from lightning_pardist.axes.first_batch import broadcast_batch, warn_of_different_batches
+from lightning_pardist.axes.first_batch import batch_checksum, broadcast_batch, warn_of_different_batches
 from lightning_pardist.engines.common.devices import device_in_use, random_state
-from lightning_pardist.engines.pipeline.nested import flatten
 from lightning_pardist.engines.tensor import TensorRuntime
 from lightning_pardist.trainer.random_numbers import random_draws_message
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
@@ -116,13 +114,13 @@ class SharedBatchAxis(ParallelAxis):
             The arguments; the first rank's if ranks were given different samples.
         """
         group = runtime.group.process_group
-        samples, states = runtime.check_same_call("step", self._fingerprint(given), _random_fingerprint()).unbind(1)
+        samples, states = runtime.check_same_call("step", self._checksum(given), _random_fingerprint()).unbind(1)
         if (states != states[0]).any():
             self._share_random_state(group)
             if not self._has_drifted:
                 # From now on fingerprints include elements on accelerators too, beginning with this step's samples.
                 self._has_drifted = True
-                samples = runtime.check_same_call("step", self._fingerprint(given), 0).unbind(1)[0]
+                samples = runtime.check_same_call("step", self._checksum(given), 0).unbind(1)[0]
         if (samples != samples[0]).any():
             if not self._has_shared:
                 self._has_shared = True
@@ -131,25 +129,9 @@ class SharedBatchAxis(ParallelAxis):
             given = broadcast_batch(given, group=group, device=self.context.device)
         return given
 
-    def _fingerprint(self, given: Any) -> int:
-        """Return a checksum of a batch, from shapes and a sample of elements.
-
-        On accelerators, where reading elements would synchronize with the device, only shapes are used until random
-        state, with which samples may be drawn, has differed between ranks once.
-        """
-        result = 0
-        leaves, _ = flatten(given)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                result = zlib.crc32(str(tuple(leaf.shape)).encode(), result)
-                looked_at = leaf.device.type == "cpu" or self._has_drifted
-                if looked_at and leaf.layout == torch.strided and leaf.numel():
-                    flat = leaf.detach().reshape(-1)
-                    sample = flat[:: max(1, flat.numel() // 256)].contiguous().cpu()
-                    result = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), result)
-            elif isinstance(leaf, (int, float, str)):
-                result = zlib.crc32(repr(leaf).encode(), result)
-        return result
+    def _checksum(self, given: Any) -> int:
+        """Return a checksum of a batch, which reads elements on accelerators once random state has differed."""
+        return batch_checksum(given, reads_accelerators=self._has_drifted)
 
     # --- outputs of a step -------------------------------------------------------------------------------------
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -209,6 +211,54 @@ def _lengths_out_of_the_batch() -> None:
 def test_shapes_may_change() -> None:
     run_ranks(2, _changing_lengths)
     run_ranks(2, _lengths_out_of_the_batch)
+
+
+class _Numbered(nn.Module):
+    """Returns a value that is not a tensor and depends on the batch."""
+
+    def __init__(self, value: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.value = nn.Linear(4, 4), value
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        return self.layer(x), self.value(x)
+
+
+VALUES: dict[str, Callable[[Tensor], Any]] = {
+    "float": lambda x: float(x.abs().max()),
+    "int": lambda x: int((x > 0).sum()),
+    "text": lambda x: str(int((x > 0).sum())),
+    "array": lambda x: x.detach().abs().amax(1).numpy(),
+}
+
+
+class _ByNumber(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Numbered(VALUES[kind]), nn.Linear(4, 4), nn.Linear(4, 1)])
+
+    def training_step(self, x: Tensor) -> Tensor:
+        h, value = self.layers[0](x)
+        h = self.layers[2](torch.tanh(self.layers[1](h)))
+        return (h * torch.as_tensor(np.asarray(value, dtype=np.float32)).reshape(-1, 1)).square().mean()
+
+
+def _values_that_are_no_tensors(kind: str) -> None:
+    torch.manual_seed(1)
+    model = _ByNumber(kind)
+    alone = copy.deepcopy(model)
+    engine = start(model, torch.randn(2, 4), num_microbatches=2)
+    engine.free()
+    for _ in range(4):
+        batch = torch.randn(4, 4)
+        result = engine.train_step(model.training_step, batch)
+        expected = [alone.training_step(part.value) for part in split_batch(batch, 2)]
+        torch.testing.assert_close(torch.stack(list(result.losses)), torch.stack(expected).detach())
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_outputs_that_are_no_tensors_are_those_of_each_batch(kind: str) -> None:
+    run_ranks(2, _values_that_are_no_tensors, kind)
 
 
 def _frozen_later() -> None:

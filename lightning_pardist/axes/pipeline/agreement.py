@@ -9,12 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pardist.axes.first_batch import broadcast_batch, warn_of_different_batches
+from lightning_pardist.axes.first_batch import batch_checksum, broadcast_batch, warn_of_different_batches
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import Recorded
 from lightning_pardist.collectives import all_gather_flat, table_device
 from lightning_pardist.engines.common.devices import random_state, set_random_state
-from lightning_pardist.engines.pipeline.nested import tensors_in
 
 
 def agree_on(recorded: Recorded) -> Recorded:
@@ -75,7 +74,7 @@ class SameBatches:
         if self.group.size() == 1:
             return batches
         if not self._differ or most > 1:
-            prints = [0] * len(batches) if self._differ else [_fingerprint(batch) for batch in batches]
+            prints = [0] * len(batches) if self._differ else [batch_checksum(batch) for batch in batches]
             row = [len(batches), *prints, *[0] * (most - len(batches))]
             mine = torch.tensor(row, dtype=torch.int64, device=table_device(self.group, self.device))
             everybody = mine.new_empty(self.group.size() * (most + 1))
@@ -92,14 +91,3 @@ class SameBatches:
                     warn_of_different_batches("a pipeline")
         shared: list[Any] = broadcast_batch(batches, group=self.group, device=self.device)
         return shared
-
-
-def _fingerprint(batch: Any) -> int:
-    """Return a checksum of a batch: shapes, dtypes and up to 2047 values of every tensor."""
-    digest = hashlib.blake2b(digest_size=7)
-    for tensor in tensors_in(batch):
-        digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
-        flat = tensor.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // 1024)].contiguous().cpu()
-        digest.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")
-    return int.from_bytes(digest.digest(), "big")

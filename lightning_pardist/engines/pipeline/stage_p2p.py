@@ -1,9 +1,9 @@
 """Point-to-point messages between stages, with shape headers where shapes are new, and bounded waits.
 
 Shapes may differ between micro-batches: an uneven split, a short last batch, padding to the longest sample. A message
-of values therefore starts with one integer. Zero means that shapes are those recorded for the micro-batch's signature
-in an earlier step, for which the receiver has already posted its buffers. Otherwise it is the length of a header with
-the outputs of all calls so far, which the next stage's stubs need as well.
+of values therefore starts with one integer. Zero means that shapes, and outputs that are not tensors, are as recorded
+for the micro-batch's signature in an earlier step, for which the receiver has already posted its buffers. Otherwise it
+is the length of a header with the outputs of all calls so far, which the next stage's stubs need as well.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ import torch.distributed as dist
 
 from lightning_pardist.collectives import irecv, isend, wire_device, world_group
 from lightning_pardist.engines.pipeline.errors import PipelineTimeoutError
-from lightning_pardist.engines.pipeline.records import Output, TensorLeaf, Value
+from lightning_pardist.engines.pipeline.records import ConstLeaf, Leaf, Output, TensorLeaf, Value
 
 _TAGS_PER_MESSAGE = 4096
+#: Types of outputs that are compared by their text.
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @dataclass
@@ -47,25 +50,45 @@ class PendingValues:
     works: list[Any] = field(default_factory=list)
 
 
-class _ShapeCache:
-    """Cache of shapes by signature, collected during a step and used from the next step on."""
+@dataclass(frozen=True)
+class _Layout:
+    """What a header describes: the outputs of all calls so far, and the values of the message."""
+
+    outputs: list[Output]
+    leaves: tuple[TensorLeaf, ...]
+
+    @cached_property
+    def facts(self) -> list[Any]:
+        """What messages without a header must have in common."""
+        described = [fact for output in self.outputs for fact in (output.spec, *map(_fact, output.leaves))]
+        return [*map(_fact, self.leaves), *described]
+
+    @property
+    def varies(self) -> bool:
+        """Whether outputs that are not tensors are likely to depend on the values of the batch."""
+        leaves = (leaf for output in self.outputs for leaf in output.leaves)
+        return any(isinstance(leaf, ConstLeaf) and isinstance(leaf.value, (float, complex, str)) for leaf in leaves)
+
+
+class _LayoutCache:
+    """Cache of layouts by signature, collected during a step and used from the next step on."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[list[Output], tuple[TensorLeaf, ...]]] = {}
-        self._learned: dict[Hashable, list[tuple[list[Output], tuple[TensorLeaf, ...]]]] = {}
+        self._known: dict[Hashable, _Layout] = {}
+        self._learned: dict[Hashable, list[_Layout]] = {}
         self._changing: set[Hashable] = set()
 
-    def get(self, key: Hashable) -> tuple[list[Output], tuple[TensorLeaf, ...]] | None:
+    def get(self, key: Hashable) -> _Layout | None:
         return self._known.get(key)
 
-    def learn(self, key: Hashable, outputs: list[Output], leaves: tuple[TensorLeaf, ...]) -> None:
-        self._learned.setdefault(key, []).append((outputs, leaves))
+    def learn(self, key: Hashable, layout: _Layout) -> None:
+        self._learned.setdefault(key, []).append(layout)
 
     def commit(self) -> None:
         for key, seen in self._learned.items():
-            shapes = [_shapes(*each) for each in seen]
-            if key in self._known or any(other != shapes[0] for other in shapes):
-                # Shapes differ for the same signature: send a header with every message from now on.
+            changes = key in self._known or any(other.facts != seen[0].facts for other in seen)
+            if changes or seen[0].varies:
+                # Outputs differ for the same signature: send a header with every message from now on.
                 self._changing.add(key)
                 self._known.pop(key, None)
             elif key not in self._changing:
@@ -97,8 +120,8 @@ class StageP2P:
         self._wire = wire_device(self.group, device)
         self.timeout = timedelta(seconds=timeout_s)
         self.trust = trust_signatures
-        self._sent = _ShapeCache()
-        self._received = _ShapeCache()
+        self._sent = _LayoutCache()
+        self._received = _LayoutCache()
         self._pending: list[tuple[Any, torch.Tensor]] = []
 
     def global_rank(self, rank: int) -> int:
@@ -118,32 +141,34 @@ class StageP2P:
             outputs: Descriptions of all calls so far.
 
         Raises:
-            RuntimeError: If signatures are trusted and shapes have changed for a known signature.
+            RuntimeError: If signatures are trusted and outputs have changed for a known signature.
         """
         tag *= _TAGS_PER_MESSAGE
-        leaves = tuple(TensorLeaf.of(tensor) for tensor in tensors)
+        layout = _Layout(outputs, tuple(TensorLeaf.of(tensor) for tensor in tensors))
         known = self._sent.get(key)
-        if known is not None and _shapes(*known) == _shapes(outputs, leaves):
+        if known is not None and known.facts == layout.facts:
             if not self.trust:
                 self._send(torch.zeros(1, dtype=torch.int64), peer, tag)
-            for index, (tensor, leaf) in enumerate(zip(tensors, known[1], strict=True)):
+            for index, (tensor, leaf) in enumerate(zip(tensors, known.leaves, strict=True)):
                 self._send(_packed(tensor, leaf), peer, tag + 1 + index)
             return
         if known is not None and self.trust:
             raise RuntimeError(
-                f"A stage's outputs have shapes {[leaf.shape for leaf in leaves]} where a batch of the same shape gave"
-                f" {[leaf.shape for leaf in known[1]]}. Pad batches so that shapes do not depend on values."
+                f"The outputs of a stage's layers (shapes {[leaf.shape for leaf in layout.leaves]}) differ in shape, or"
+                " in values that are not tensors, from those of an earlier batch of the same shapes"
+                f" ({[leaf.shape for leaf in known.leaves]}). Pad batches so that shapes do not depend on values, and"
+                " return values that depend on the batch as tensors."
             )
-        self._sent.learn(key, outputs, leaves)
-        header = torch.frombuffer(bytearray(pickle.dumps((outputs, leaves))), dtype=torch.uint8)
+        self._sent.learn(key, layout)
+        header = torch.frombuffer(bytearray(pickle.dumps((layout.outputs, layout.leaves))), dtype=torch.uint8)
         self._send(torch.tensor([header.numel()]), peer, tag)
         if known is not None:
             # The receiver has posted buffers of the old shapes: complete these receives with dummy tensors.
-            for index, leaf in enumerate(known[1]):
+            for index, leaf in enumerate(known.leaves):
                 self._send(_buffer(leaf, self.device)[0], peer, tag + 1 + index)
         behind = tag + 1 + len(tensors)
         self._send(header, peer, behind)
-        for index, (tensor, leaf) in enumerate(zip(tensors, leaves, strict=True)):
+        for index, (tensor, leaf) in enumerate(zip(tensors, layout.leaves, strict=True)):
             self._send(_packed(tensor, leaf), peer, behind + 1 + index)
 
     def post_values(self, key: Hashable, peer: int, tag: int, num_values: int) -> PendingValues:
@@ -162,8 +187,8 @@ class StageP2P:
             pending.length = pending.length.to(self._wire)
             pending.works.append(self._recv(pending.length, peer, tag))
         if known is not None:
-            pending.outputs, pending.posted = known[0], []
-            for index, leaf in enumerate(known[1]):
+            pending.outputs, pending.posted = known.outputs, []
+            for index, leaf in enumerate(known.leaves):
                 packed, tensor = _buffer(leaf, self.device)
                 pending.posted.append(tensor)
                 if packed.numel():
@@ -200,7 +225,7 @@ class StageP2P:
         header = torch.empty(int(pending.length), dtype=torch.uint8, device=self._wire)
         self.wait([self._recv(header, pending.peer, behind)], pending.peer)
         outputs, leaves = pickle.loads(header.cpu().numpy().tobytes())
-        self._received.learn(pending.key, outputs, leaves)
+        self._received.learn(pending.key, _Layout(outputs, leaves))
         pending.outputs, pending.posted, works = outputs, [], []
         for index, leaf in enumerate(leaves):
             packed, tensor = _buffer(leaf, self.device)
@@ -288,11 +313,14 @@ class StageP2P:
         return irecv(tensor, peer, group=self.group, tag=tag)
 
 
-def _shapes(outputs: Sequence[Output], leaves: Sequence[TensorLeaf]) -> list[tuple[Any, ...]]:
-    """Return the shapes of a message: of the values, and of split tensors as a whole, which may change alone."""
-    described = (leaf for output in outputs for leaf in output.leaves if isinstance(leaf, TensorLeaf))
-    wholes = [leaf for leaf in described if leaf.split is not None]
-    return [(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.split) for leaf in (*leaves, *wholes)]
+def _fact(leaf: Leaf) -> Any:
+    """Return what is compared of an output."""
+    if isinstance(leaf, TensorLeaf):
+        return leaf.shape, leaf.dtype, leaf.requires_grad, leaf.split
+    if not isinstance(leaf, ConstLeaf):
+        return leaf
+    # By its text, since NaN is not equal to itself, and True is equal to 1.
+    return (type(leaf.value), repr(leaf.value)) if isinstance(leaf.value, _ATOMS) else pickle.dumps(leaf.value)
 
 
 def _order(leaf: TensorLeaf) -> list[int]:
