@@ -263,6 +263,38 @@ def test_operators_without_a_rule_run_on_whole_tensors_and_are_named():
         assert cost["Square"] == 4 * 16 * 4
 
 
+SAME = {
+    "tile of the last dim": lambda h: h.tile(2),
+    "tile of both": lambda h: h.tile(1, 2),
+    "tile of the first dim": lambda h: torch.tile(h, (2, 1)),
+    "tile of a new dim": lambda h: h.tile(2, 1, 1),
+    "var_mean": lambda h: torch.stack(torch.var_mean(h, 0, False, True)),
+    "equal": lambda h: torch.tensor(torch.equal(h, h + torch.eye(4, 16))),
+    "equal to itself": lambda h: torch.tensor(torch.equal(h, h.clone())),
+}
+
+
+def same_values():
+    torch.manual_seed(0)
+    model = Odd()
+    reference, batch = copy.deepcopy(model), torch.randn(4, 8)
+    _, runtime = split(model, 2, overrides={"up": "column", "down": "row"})
+    expected = reference.up(batch)
+    with runtime.step():
+        hidden = model.up(batch)
+        assert isinstance(hidden, SplitTensor)
+        slopes = runtime.plain(F.rrelu(hidden * 0 - 1, training=True))
+        found = {name: runtime.plain(function(hidden)) for name, function in SAME.items()}
+    errors = {name: (value.float() - SAME[name](expected).float()).abs().max().item() for name, value in found.items()}
+    return errors, torch.equal(slopes[:, :8], slopes[:, 8:])
+
+
+def test_functions_of_split_tensors_give_the_values_of_whole_ones():
+    for errors, slopes_repeat in run_ranks(2, same_values):
+        assert not slopes_repeat
+        assert {name: error for name, error in errors.items() if error > 1e-6} == {}
+
+
 def looks_at_memory():
     """Read tensors' memory on the first rank only: a read that gathers would block."""
     torch.manual_seed(0)

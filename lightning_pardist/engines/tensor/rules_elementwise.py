@@ -24,7 +24,9 @@ _ELEMENTWISE = frozenset([
     "bitwise_or", "bitwise_xor", "bitwise_not", "clip", "clamp", "clamp_min", "clamp_max", "threshold",
     "true_divide", "divide", "multiply", "subtract", "positive", "alias", "get:data", "get:real",
 ])  # fmt: skip
-_RANDOM = frozenset(["dropout", "alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "bernoulli"])
+_RANDOM = frozenset(
+    ["dropout", "alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "bernoulli", "rrelu"]
+)
 
 
 @cache
@@ -33,7 +35,7 @@ def is_elementwise(name: str) -> bool:
     if name in _ELEMENTWISE or name in _RANDOM:
         return True
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None or name in ("frexp", "max", "min"):
+    if packet is None or name in ("frexp", "equal", "max", "min"):
         return False
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
@@ -109,6 +111,8 @@ def _covers(split: Operand, others: Sequence[Sequence[int]]) -> None:
 def _draws(call: Call) -> bool:
     if call.name not in _RANDOM:
         return False
+    if call.name == "rrelu":
+        return bool(call.arg(3, "training", False))
     return "dropout" not in call.name or bool(call.arg(1, "p", 0.5) and call.arg(2, "training", True))
 
 
@@ -138,7 +142,7 @@ def sums(call: Call) -> Outcome:
     x = call.only_split()
     if x is not call.args[0]:
         raise NoRule("unusual arguments")
-    return _reduction(call, x, call.arg(1, "dim"), call.arg(2, "keepdim", False), addable=call.name != "nansum" or True)
+    return _reduction(call, x, call.arg(1, "dim"), call.arg(2, "keepdim", False), addable=True)
 
 
 @rule("amax", "amin", "prod", "var", "std", "logsumexp", "norm", "vector_norm", "all", "any", "var_mean", "median")
@@ -149,7 +153,7 @@ def other_reductions(call: Call) -> Outcome:
     dim = call.arg(position, "dim")
     if isinstance(dim, bool):
         raise NoRule("unusual arguments")
-    keepdim = call.arg(position + (2 if call.name in ("var", "std") else 1), "keepdim", False)
+    keepdim = call.arg(position + (2 if call.name in ("var", "std", "var_mean") else 1), "keepdim", False)
     outcome = _reduction(call, x, dim, bool(keepdim), addable=False)
     if call.name in ("var_mean", "median"):
         outcome.out = [outcome.out, outcome.out]  # type: ignore[list-item]

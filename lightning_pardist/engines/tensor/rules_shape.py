@@ -127,6 +127,8 @@ def repeat(call: Call) -> Outcome:
     x, layout = _first(call)
     sizes = call.args[1:] if len(call.args) > 2 else call.arg(1, "repeats", call.kwargs.get("dims"))
     sizes = [sizes] if isinstance(sizes, int) else list(sizes)
+    if call.name == "tile":
+        sizes = [1] * (x.ndim - len(sizes)) + sizes
     dim = layout.dim + max(len(sizes) - x.ndim, 0)
     if dim - len(sizes) >= -len(sizes) and dim < len(sizes) and sizes[dim] != 1:
         raise NoRule("repeated along the split dim")
