@@ -154,7 +154,7 @@ def test_one_count_needs_no_order(loss, forwards_first, sizes):
     ],
 )
 def test_a_trained_factor_of_what_has_no_common_one_is_named(loss):
-    assert "trained" in LossMakeup.of(loss(INPUTS, LABELS), None, SAMPLES, "auto").coupled
+    assert "trainable" in LossMakeup.of(loss(INPUTS, LABELS), None, SAMPLES, "auto").coupled
 
 
 @pytest.mark.parametrize("loss", ONE_COUNT)
