@@ -48,6 +48,7 @@ from lightning_pardist.runtime.environments.launched import child_environment, l
 from lightning_pardist.runtime.failed_runs import Failure
 from lightning_pardist.runtime.failure_text import format_failure, is_refusal
 from lightning_pardist.runtime.process_exit import exit_now, write_stderr
+from lightning_pardist.runtime.returned_failures import ReturnedFailures
 from lightning_pardist.runtime.returned_predictions import ReturnedPredictions
 from lightning_pardist.runtime.watchdog import GRACE_S, FailureReport, PeerFailedError, Watchdog, where
 
@@ -169,7 +170,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
         self._rank.failure = Failure.in_started_ranks(start_method(self))
         predicting = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
         self._predictions = ReturnedPredictions() if predicting else None
-        self._failures = mp.get_context(start_method(self)).SimpleQueue()
+        self._failures = ReturnedFailures()
         self.procs = []
         try:
             with self._forwarding_sigterm():
@@ -186,9 +187,9 @@ class MultiProcessLauncher(MultiProcessingLauncher):
             ) from None
         except ProcessException:
             # Its message is that of the process that ended first, which need not be the one that failed first.
-            if self._failures.empty():
+            if (report := self._failures.first()) is None:
                 raise
-            raise StartedRankFailedError(self._failures.get()) from None
+            raise StartedRankFailedError(report) from None
         except KeyboardInterrupt:
             children.interrupt(is_first=True)
             for process in self.procs:
@@ -198,6 +199,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
             # Only needed by new processes; they would prevent a Trainer from being pickled.
             if self._predictions is not None:
                 self._predictions.close()
+            self._failures.close()
             del self._failures, self._predictions
 
     @override
@@ -224,7 +226,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
                 raise
             except BaseException as exception:
                 rank = self._strategy.global_rank
-                self._failures.put(FailureReport(rank, f"pid {os.getpid()}", format_failure(exception)))
+                self._failures.send(FailureReport(rank, f"pid {os.getpid()}", format_failure(exception)))
                 raise
 
         if signal.getsignal(signal.SIGTERM) == self._forward_signal:

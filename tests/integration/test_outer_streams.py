@@ -351,7 +351,10 @@ def test_what_is_refused(settings, said):
     [
         ({"sync_every": 5}, "sync_every=5 is for islands, but outer_parallel_size=1. Set outer_parallel_size"),
         ({"outer_parallel_size": 2, "outer_settings": {"bogus": 1}}, "bogus is unknown. Use fragment_mixing"),
-        ({"outer_parallel_size": 2, "outer_settings": {"sync_every": 4}}, "sync_every of HybridStrategy"),
+        (
+            {"outer_parallel_size": 2, "outer_settings": {"sync_every": 4}},
+            "steps between averages as outer_parallel_size",
+        ),
     ],
 )
 def test_what_islands_of_a_hybrid_refuse(settings, said):
