@@ -21,6 +21,8 @@ _IDLE_SHARE = 0.1
 #: Bytes per second below which a process counts as not sending: its watchdog sends some, too.
 _IDLE_BYTES_S = 64 * 1024
 _SHOWN_FRAMES = 6
+#: A look that takes this many seconds more than it should is due to a suspended process.
+SUSPENDED_S = 5.0
 #: Packages, inside torch.distributed and the engines, that read and write files.
 _DISK = ("torch/distributed/checkpoint", "lightning_pardist/engines/offload")
 _LIBRARIES = ("/torch/", "/lightning/", "/lightning_pardist/")
@@ -96,6 +98,8 @@ class StallDetector:
         busy = worked - self._worked > _IDLE_SHARE * elapsed or sent - self._sent > _IDLE_BYTES_S * elapsed
         if busy or place != self._place:
             self._since, self._place = now, place
+        elif elapsed > SUSPENDED_S:
+            self._since += elapsed
         self._seen, self._worked, self._sent = now, worked, sent
         return now - self._since
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from lightning_pardist.compat.process_groups import PrefixStore, Store
 from lightning_pardist.runtime.failure_text import format_failure
 from lightning_pardist.runtime.hang_diagnosis import (
+    SUSPENDED_S,
     StallDetector,
     advice,
     is_in_engines,
@@ -151,6 +152,8 @@ class Watchdog:
         self._answers = 0
         self._own: FailureReport | None = None
         self._beats: dict[int, tuple[int, float]] = {}
+        #: Seconds for which this process did not run.
+        self._suspended_s = 0.0
         self._started: set[int] = set()
         self._request, self._sent_request = 0, 0
         self._reading = threading.Lock()
@@ -327,8 +330,13 @@ class Watchdog:
         noticed: float | None = None
         silent_since: float | None = None
         last_stack = False
+        looked_at = time.monotonic()
         while not self._stop.wait(_POLL_S):
-            now = time.monotonic()
+            elapsed, looked_at = time.monotonic() - looked_at, time.monotonic()
+            if elapsed > max(SUSPENDED_S, self.heartbeat_timeout_s / 4):
+                # The job was suspended as a whole: other ranks could not be heard either.
+                self._suspended_s += elapsed
+            now = looked_at - self._suspended_s
             try:
                 self._store.add(f"beat/{self.rank}", 1)
                 cause = self._cause()
