@@ -74,6 +74,11 @@ class PipelineTimeline(pl.Callback):
             self._write(trainer, self._pipeline(trainer))
 
     @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._seen <= self.step:
+            self._pipeline(trainer).record_times = False
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if 0 < self._seen <= self.step:
             rank_zero_info(

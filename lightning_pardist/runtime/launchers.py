@@ -536,7 +536,8 @@ _HINTS = {
 def _exit_message(local_rank: int, process: subprocess.Popen[bytes]) -> str:
     who, code = f"Rank {local_rank} (pid {process.pid})", process.returncode
     if code < 0:
-        name = signal.Signals(-code).name
+        # Real-time signals have no names.
+        name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
         return f"{who} was killed by {name}{_HINTS.get(name, '')}."
     return f"{who} ended with exit code {code}."
 

@@ -141,21 +141,37 @@ class OutOfScheduleForward:
         """Run one unit, or the root (None), for all ranks. Collective over the pipeline unless suspended."""
         if self._inside:
             return forward(*args, **kwargs)
-        self._borrow()
+        with self._explained_timeouts(name):
+            self._borrow()
         if name is None:
             return forward(*args, **kwargs)
         self._inside = True
         try:
-            return self._run_for_all_ranks(name, forward, (args, kwargs))
+            with self._explained_timeouts(name):
+                return self._run_for_all_ranks(name, forward, (args, kwargs))
+        finally:
+            self._inside = False
+
+    @contextmanager
+    def _explained_timeouts(self, name: str | None) -> Iterator[None]:
+        """Context that names the cause of a timeout outside of steps.
+
+        Args:
+            name: Name of the unit that is called; None for the root.
+
+        Raises:
+            PipelineTimeoutError: If a collective times out.
+        """
+        try:
+            yield
         except (RuntimeError, TimeoutError) as error:
             if self._channel is not self._outside or not _TIMEOUT.search(str(error)):
                 raise
             raise PipelineTimeoutError(
-                f"{name!r} was called outside of a step, and not by every rank of the pipeline. Its parameters lie on"
-                " several ranks: call the module on all of them, not on the first one alone."
+                f"{'The module' if name is None else repr(name)} was called outside of a step, and not by every rank of"
+                " the pipeline. Its parameters lie on several ranks: call the module on all of them, not on the first"
+                " one alone."
             ) from error
-        finally:
-            self._inside = False
 
     def _run_for_all_ranks(
         self, name: str, forward: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -254,7 +270,7 @@ class OutOfScheduleForward:
     def _fetch(self) -> None:
         own = dict(self.placement.module.named_parameters())
         for name in self._read_by_free_code():
-            self.placement.broadcast(own[name], self.placement.holders[name][0])
+            self.placement.broadcast(own[name], self.placement.holders[name][0], self._channel.group)
             own[name].grad = own[name].grad if own[name] not in self._borrowed else None
 
     def _release_borrowed(self) -> None:

@@ -165,18 +165,19 @@ class Placement:
                 self.broadcast(each.tensor, each.source)
         return replaced
 
-    def broadcast(self, tensor: torch.Tensor, owner: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, owner: int, group: dist.ProcessGroup | None = None) -> None:
         """Overwrite a tensor with the owner's. Collective over the pipeline.
 
         Args:
             tensor: A tensor of the same shape and dtype on every rank.
             owner: Source rank in the pipeline.
+            group: Another process group of the same ranks, if the pipeline's own must not be used.
         """
         if tensor.numel() == 0:
             return
         data = tensor.detach()
         packed = data if data.is_contiguous() else data.contiguous()
-        dist.broadcast(as_bytes(packed), src=self._global(owner), group=self.group)
+        dist.broadcast(as_bytes(packed), src=self._global(owner), group=group or self.group)
         if packed is not data:
             data.copy_(packed)
 
