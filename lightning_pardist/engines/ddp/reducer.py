@@ -156,6 +156,7 @@ class GradientReducer:
         if not self.enabled:
             return
         if not self._active:
+            self._add_new_parameters()
             self._start()
         while len(self._works) < len(self._active):
             self._launch(self._active[len(self._works)])
