@@ -224,6 +224,7 @@ class _Normalize(torch.autograd.Function):
             output = output + bias.view(shape)
         ctx.save_for_backward(x, weight, mean, inv_std, count)
         ctx.group, ctx.dims, ctx.shape = group, dims, shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
@@ -245,7 +246,7 @@ class _Normalize(torch.autograd.Function):
         return (
             grad_x.to(x.dtype),
             None if weight is None else grad_weight.to(weight.dtype),
-            grad_bias.to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None,
+            grad_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
             None,
             None,
         )
