@@ -54,3 +54,8 @@ def _check(names, penalty):
 def test_gradients_with_and_without_parameters():
     for names in (AFFINE, ("weight",), ("bias",), ()):
         _check(names, penalty=False)
+
+
+def test_penalties_on_gradients():
+    for names in (AFFINE, ()):
+        _check(names, penalty=True)

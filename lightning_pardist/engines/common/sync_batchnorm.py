@@ -26,7 +26,8 @@ class _SyncedBatchNorm(BatchNorm):
     """A batch norm layer whose training statistics are computed over all ranks of a group.
 
     Equals a single process' batch normalisation of the concatenated batch, also if ranks hold different numbers of
-    samples. Collective over ``group`` in training: one all-gather in forward and one all-reduce in backward.
+    samples. Collective over ``group`` in training: one all-gather in forward, one all-reduce in backward, and two in a
+    backward with ``create_graph=True`` (penalties on gradients), whose own backward has two as well.
     """
 
     group: dist.ProcessGroup
@@ -192,8 +193,23 @@ def batch_norm(
     return output  # type: ignore[no-any-return]
 
 
+class _SumOverGroup(torch.autograd.Function):
+    """Sum over a group, differentiable any number of times: each rank's part affects the losses of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumOverGroup.apply(grad, ctx.group), None
+
+
 class _Normalize(torch.autograd.Function):
-    """Batch normalisation with statistics and their gradients summed over a group."""
+    """Batch normalisation with statistics and their gradients summed over a group; differentiable twice."""
 
     @staticmethod
     def forward(
@@ -223,7 +239,7 @@ class _Normalize(torch.autograd.Function):
         if bias is not None:
             output = output + bias.view(shape)
         ctx.save_for_backward(x, weight, mean, inv_std, count)
-        ctx.group, ctx.dims, ctx.shape = group, dims, shape
+        ctx.group, ctx.dims, ctx.shape, ctx.eps = group, dims, shape, eps
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
@@ -232,12 +248,17 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inv_std, count = ctx.saved_tensors
         wide, grad = x.to(mean.dtype), grad.to(mean.dtype)
+        if torch.is_grad_enabled():
+            # create_graph: what is saved has no graph. The values stay, as the first moment around the mean is zero.
+            centered = wide - mean.view(ctx.shape)
+            moments = torch.cat([centered.sum(ctx.dims), centered.square().sum(ctx.dims)])
+            first, second = (_SumOverGroup.apply(moments, ctx.group) / count).chunk(2)
+            mean, inv_std = mean + first, torch.rsqrt(second - first.square() + ctx.eps)
         normalized = (wide - mean.view(ctx.shape)) * inv_std.view(ctx.shape)
         grad_bias = grad.sum(ctx.dims)
         grad_weight = (grad * normalized).sum(ctx.dims)
         # Parameter gradients stay local: the data engine averages them like all others.
-        packed = torch.cat([grad_bias, grad_weight])
-        dist.all_reduce(packed, group=ctx.group)
+        packed = _SumOverGroup.apply(torch.cat([grad_bias, grad_weight]), ctx.group)
         sum_grad, sum_grad_normalized = (packed / count).chunk(2)
         scale = inv_std if weight is None else inv_std * weight
         grad_x = scale.view(ctx.shape) * (
