@@ -195,7 +195,7 @@ def _failed_unannounced():
         module(_Fails.apply(x)).sum().backward()
     except RuntimeError as caught:
         kept = caught
-    assert module.weight.grad is not None and str(kept) == "out of memory"
+    assert str(kept) == "out of memory"
     module.zero_grad()
     module(torch.full((1, 3), float(rank + 1))).sum().backward()
     reducer.detach()

@@ -59,3 +59,26 @@ def test_gradients_with_and_without_parameters():
 def test_penalties_on_gradients():
     for names in (AFFINE, ()):
         _check(names, penalty=True)
+
+
+def _beside_a_filler():
+    """Normalize this rank's samples beside those of the first rank, which do not count and have no loss."""
+    is_filler = dist.get_rank() == 0
+    x, params = _tensors(AFFINE)
+    x = (100 + 10 * x if is_filler else x).requires_grad_()
+    mean, var = torch.zeros(3).double(), torch.ones(3).double()
+    output = batch_norm(x, mean, var, *params.values(), 0.1, 1e-5, group=dist.group.WORLD, counts=not is_filler)
+    return _gradients(output * (not is_filler), x, params, penalty=True)["x"], mean, var
+
+
+def test_samples_that_do_not_count():
+    x, params = _tensors(AFFINE)
+    x.requires_grad_()
+    mean, var = torch.zeros(3).double(), torch.ones(3).double()
+    output = F.batch_norm(x, mean, var, *params.values(), True)
+    wanted = _gradients(output, x, params, penalty=True)["x"]
+    filler, real = run_ranks(2, _beside_a_filler)
+    assert not filler[0].any()
+    assert_close({"x": real[0]}, {"x": wanted}, rtol=1e-9)
+    for found in (filler, real):
+        assert_close({"mean": found[1], "var": found[2]}, {"mean": mean, "var": var})
