@@ -626,7 +626,9 @@ class PardistStrategy(ParallelStrategy):
             self.context.data_axis.to_device(self.model)
 
     def _convert_layers(self, plugin: LayerSync, model: nn.Module) -> None:
-        self.model, revert = layer_sync.convert_layers(plugin, model, self.context.data_group)
+        self.model, revert = layer_sync.convert_layers(
+            plugin, model, self.context.data_group, self.data_duties.normalized_batch
+        )
 
         def undo() -> None:
             if self.model is not None:
@@ -764,6 +766,7 @@ class PardistStrategy(ParallelStrategy):
         self.data_duties.synchronize_buffers()
 
     def _start_evaluation(self) -> None:
+        self.data_duties.normalized_batch.counts = True
         for axis in self.axes:
             axis.start_evaluation()
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_pardist.axes.base import RunContext
 from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among, world_group
 from lightning_pardist.engines.common.eager_runs import eagerly
+from lightning_pardist.engines.common.sync_batchnorm import CurrentBatch
 from lightning_pardist.engines.ddp import BufferSync
 from lightning_pardist.engines.ddp.set_parameters import SetParameters, cast_parameter, differing_values
 from lightning_pardist.engines.pipeline import BatchCut
@@ -47,6 +48,7 @@ class DataParallelDuties:
         evaluation: Exact evaluation; set during a run with several data ranks.
         loss_weights: Loss weighting; set during ``fit`` if ranks see different samples.
         even_steps: Step count synchronisation; set during ``fit`` on several ranks.
+        normalized_batch: Whether synchronized batch norms count this rank's samples, in a step and its backward.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class DataParallelDuties:
         self.evaluation: ExactEvaluation | None = None
         self.loss_weights: LossWeights | None = None
         self.even_steps: EvenSteps | None = None
+        self.normalized_batch = CurrentBatch()
         self._buffers: BufferSync | None = None
         #: Whether the first step is still to be checked for mixed samples and for batch-wide numbers.
         self._looks_for_mixing = self._looks_for_figures = False
@@ -242,12 +245,13 @@ class DataParallelDuties:
             hooks = "What runs on a batch before training_step (on_after_batch_transfer, on_train_batch_start)"
             rank_zero_info(random_draws_message(hooks, "each rank for its own samples"))
         even, weights = self.even_steps, self.loss_weights
+        counts = None if self.context.batch_counts is None else self.context.batch_counts()
+        self.normalized_batch.counts = counts is not False
         with (
             nullcontext() if even is None else even.discarding_side_effects(),
             self._noting_calls(batch),
             self._following(batch),
         ):
-            counts = None if self.context.batch_counts is None else self.context.batch_counts()
             output = run() if weights is None else weights.training_step(run, batch, counts=counts)
         if first and drawn != self._draws():
             rank_zero_info(random_draws_message("training_step", "each rank for its own samples"))

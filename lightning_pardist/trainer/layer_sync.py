@@ -68,7 +68,7 @@ class WatchedBatchNorms:
 
 
 def convert_layers(
-    layer_sync: LayerSync, model: nn.Module, group: dist.ProcessGroup
+    layer_sync: LayerSync, model: nn.Module, group: dist.ProcessGroup, batch: sync_batchnorm.CurrentBatch
 ) -> tuple[nn.Module, Callable[[nn.Module], nn.Module]]:
     """Convert the layers of a model. Not collective.
 
@@ -76,13 +76,14 @@ def convert_layers(
         layer_sync: The Trainer's plugin.
         model: Model whose layers are converted.
         group: Ranks whose samples are normalised together.
+        batch: Whether this rank's samples count, kept up to date by the caller.
 
     Returns:
         The converted model, and a function that reverts the conversion.
     """
     if syncs_batch_norms(layer_sync):
         # torch's SyncBatchNorm rejects CPU tensors, and the plugin's conversion to it uses the whole world.
-        sync_batchnorm.convert(model, group=group)
+        sync_batchnorm.convert(model, group=group, batch=batch)
 
         def revert(model: nn.Module) -> nn.Module:
             sync_batchnorm.revert(model)

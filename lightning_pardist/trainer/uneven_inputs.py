@@ -27,6 +27,7 @@ from lightning_pardist.compat.lightning_loops import (
     set_train_fetcher,
     train_fetcher,
 )
+from lightning_pardist.engines.common.sync_batchnorm import synchronized_statistics
 from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 
@@ -91,9 +92,13 @@ class EvenFetcher(PrefetchFetcher):
 
 @contextmanager
 def discarding_side_effects(module: nn.Module) -> Generator[None, None, None]:
-    """Context for a step whose batch does not count: metrics and buffers are restored afterwards."""
+    """Context for a step whose batch does not count: metrics and buffers are restored afterwards.
+
+    Synchronized batch norms track the statistics of the batches that count, as on the other ranks.
+    """
     metrics = [ModuleSnapshot(each) for each in module.modules() if isinstance(each, Metric)]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    kept = {id(buffer) for buffer in synchronized_statistics(module)}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if id(buffer) not in kept]
     yield
     for metric in metrics:
         metric.restore()

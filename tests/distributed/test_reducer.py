@@ -176,6 +176,37 @@ def test_unannounced_backward_and_rank_without_backward():
         assert torch.equal(missing, torch.full((1, 3), 2.0))
 
 
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("out of memory")
+
+
+def _failed_unannounced():
+    """A failed backward outside of the context, whose error user code caught, before one that succeeds."""
+    module, rank = nn.Linear(3, 1), dist.get_rank()
+    reducer = _reducer(module)
+    x = torch.ones(1, 3, requires_grad=True)
+    try:
+        module(_Fails.apply(x)).sum().backward()
+    except RuntimeError as caught:
+        kept = caught
+    assert str(kept) == "out of memory"
+    module.zero_grad()
+    module(torch.full((1, 3), float(rank + 1))).sum().backward()
+    reducer.detach()
+    return module.weight.grad
+
+
+def test_gradients_are_averaged_after_a_backward_that_failed():
+    for gradient in run_ranks(2, _failed_unannounced):
+        assert torch.equal(gradient, torch.full((1, 3), 1.5))
+
+
 def _unfreeze_and_lanes():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))

@@ -109,6 +109,37 @@ def test_odd_sizes_clipping_and_state_on_four_ranks(stage):
     run_ranks(4, _uneven, stage)
 
 
+def _unfrozen_without_a_loss(stage):
+    """Unfreeze a layer before a step in which only the first rank has a loss."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1))
+    module[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    engine = _engine(stage, module, optimizer)
+    _step(engine, module, optimizer, _batch(0, dist.get_rank(), 5))
+    module[0].requires_grad_(True)
+    reference = copy.deepcopy(module)
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        loss = module(_batch(1, 0, 5)).pow(2).mean()
+        with engine.backward(loss):
+            loss.backward()
+    else:
+        engine.reduce()
+    loss = reference(_batch(1, 0, 5)).pow(2).mean() / 2
+    wanted = torch.autograd.grad(loss, list(reference.parameters()))
+    for param, gradient in zip(module.parameters(), wanted, strict=True):
+        torch.testing.assert_close(param.grad.clone(), gradient)
+    optimizer.step()
+    torch.testing.assert_close(module[0].weight.data, reference[0].weight.data - 0.1 * wanted[0])
+    engine.detach()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_rank_without_a_loss_right_after_unfreezing(stage):
+    run_ranks(2, _unfrozen_without_a_loss, stage)
+
+
 def _low_precision():
     torch.manual_seed(0)
     module = nn.Linear(64, 64, bias=False).to(torch.bfloat16)

@@ -36,9 +36,9 @@ STRATEGIES = {
 
 
 class Module(pl.LightningModule):
-    def __init__(self):
+    def __init__(self, has_norm=False):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8) if has_norm else nn.Tanh(), nn.Linear(8, 4))
         self.mean = MeanMetric()
 
     def training_step(self, batch, batch_idx):
@@ -84,7 +84,7 @@ def _loader(rank, kind, batches):
 
 def _fit(strategy, devices, kind, batches, given, trainer_kwargs):
     torch.manual_seed(3)
-    module = Module()
+    module = Module(has_norm=trainer_kwargs.get("sync_batchnorm", False))
     made = STRATEGIES[strategy](**given) if strategy != "single" else "auto"
     trainer = quiet_trainer(
         strategy=made, devices=devices, use_distributed_sampler=False, max_epochs=EPOCHS, **trainer_kwargs
@@ -111,6 +111,12 @@ def _run(strategy, kind="sized", *, world=2, batches=BATCHES, wanted_batches=Non
 )
 def test_every_sample_counts_once(strategy, world, kind):
     _run(strategy, kind, world=world)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_only_batches_that_count_enter_synchronized_statistics(strategy):
+    # The first rank, whose buffers are sent to the others, is through first.
+    _run(strategy, "stream", sync_batchnorm=True)
 
 
 _PIPELINES = [

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,14 +23,28 @@ from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.modules import BatchNorm, check_dims
 
 
+@dataclass
+class CurrentBatch:
+    """The training batch of this rank that synchronized layers compute with.
+
+    Attributes:
+        counts: Whether its samples enter the statistics. Those of a batch that only keeps the ranks in step do not; its
+            layers use, and track, the statistics of the other ranks' samples.
+    """
+
+    counts: bool = True
+
+
 class _SyncedBatchNorm(BatchNorm):
     """A batch norm layer whose training statistics are computed over all ranks of a group.
 
     Equals a single process' batch normalisation of the concatenated batch, also if ranks hold different numbers of
-    samples. Collective over ``group`` in training: one all-gather in forward and one all-reduce in backward.
+    samples. Collective over ``group`` in training: one all-gather in forward, one all-reduce in backward, and two in a
+    backward with ``create_graph=True`` (penalties on gradients), whose own backward has two as well.
     """
 
     group: dist.ProcessGroup
+    batch: CurrentBatch
     plain: type[BatchNorm]
     #: Name of the layer in the module while it is synchronized; None otherwise.
     synchronized_as: str | None = None
@@ -54,6 +69,7 @@ class _SyncedBatchNorm(BatchNorm):
             momentum or 0.0,
             self.eps,
             group=self.group,
+            counts=self.batch.counts,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchNorm:
@@ -90,7 +106,7 @@ class _SyncedCustomBatchNorm(_SyncedBatchNorm):
         own = functools.partial(self.plain.forward, self)
         if not self.training or self.synchronized_as is None:
             return own(*args, **kwargs)
-        with _SyncedStatistics(self.group) as statistics:
+        with _SyncedStatistics(self.group, self.batch) as statistics:
             output = own(*args, **kwargs)
         if not statistics.asked:
             raise ValueError(
@@ -104,9 +120,9 @@ class _SyncedCustomBatchNorm(_SyncedBatchNorm):
 class _SyncedStatistics(TorchFunctionMode):
     """Function mode in which torch's ``batch_norm`` in training computes its statistics over the ranks of a group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, batch: CurrentBatch) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.batch = group, batch
         self.asked = False
 
     def __torch_function__(
@@ -120,7 +136,7 @@ class _SyncedStatistics(TorchFunctionMode):
         training = asked.pop("training")
         if not training:
             return func(*args, **(kwargs or {}))
-        return batch_norm(**asked, group=self.group)
+        return batch_norm(**asked, group=self.group, counts=self.batch.counts)
 
 
 def _functional(
@@ -164,6 +180,7 @@ def batch_norm(
     eps: float,
     *,
     group: dist.ProcessGroup,
+    counts: bool = True,
 ) -> Tensor:
     """Compute ``torch.nn.functional.batch_norm`` in training with statistics over all ranks. Collective over ``group``.
 
@@ -176,13 +193,14 @@ def batch_norm(
         momentum: Weight of this batch in the running statistics.
         eps: Added to the variance.
         group: Ranks whose samples are normalised together.
+        counts: Whether this rank's samples enter the statistics; they are normalised in any case.
 
     Raises:
         ValueError: If ``input`` has fewer than 2 dims, or all ranks together have at most one value per channel.
     """
     if input.dim() < 2:
         raise ValueError(f"Batch normalisation expects at least 2 dims (N, C, ...), got shape {tuple(input.shape)}.")
-    output, mean, variance, count = _Normalize.apply(input, weight, bias, eps, group)
+    output, mean, variance, count = _Normalize.apply(input, weight, bias, eps, group, counts)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -192,21 +210,44 @@ def batch_norm(
     return output  # type: ignore[no-any-return]
 
 
+class _SumOverGroup(torch.autograd.Function):
+    """Sum over a group, differentiable any number of times: each rank's part affects the losses of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumOverGroup.apply(grad, ctx.group), None
+
+
 class _Normalize(torch.autograd.Function):
-    """Batch normalisation with statistics and their gradients summed over a group."""
+    """Batch normalisation with statistics and their gradients summed over a group; differentiable twice."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup,
+        counts_here: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         channels = x.shape[1]
-        own_count = x.numel() // channels
+        own_count = x.numel() // channels if counts_here else 0
         # Merge each rank's mean and M2 (Chan et al.), which avoids the cancellation of E[x^2] - E[x]^2.
-        rank_mean = wide.mean(dims) if x.numel() else wide.new_zeros(channels)
-        rank_m2 = (wide - rank_mean.view(shape)).square().sum(dims)
+        rank_mean, rank_m2 = wide.new_zeros(2, channels)
+        if own_count:
+            rank_mean = wide.mean(dims)
+            rank_m2 = (wide - rank_mean.view(shape)).square().sum(dims)
         packed = torch.cat([rank_mean, rank_m2, wide.new_full((1,), own_count)])
         gathered = [torch.empty_like(packed) for _ in range(group.size())]
         dist.all_gather(gathered, packed, group=group)
@@ -223,7 +264,9 @@ class _Normalize(torch.autograd.Function):
         if bias is not None:
             output = output + bias.view(shape)
         ctx.save_for_backward(x, weight, mean, inv_std, count)
-        ctx.group, ctx.dims, ctx.shape = group, dims, shape
+        ctx.group, ctx.dims, ctx.shape, ctx.eps = group, dims, shape, eps
+        ctx.counts_here = counts_here
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
@@ -231,41 +274,52 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inv_std, count = ctx.saved_tensors
         wide, grad = x.to(mean.dtype), grad.to(mean.dtype)
+        if torch.is_grad_enabled():
+            # create_graph: what is saved has no graph. The values stay, as the first moment around the mean is zero.
+            centered = wide - mean.view(ctx.shape)
+            moments = torch.cat([centered.sum(ctx.dims), centered.square().sum(ctx.dims)])
+            moments = moments if ctx.counts_here else 0.0 * moments
+            first, second = (_SumOverGroup.apply(moments, ctx.group) / count).chunk(2)
+            mean, inv_std = mean + first, torch.rsqrt(second - first.square() + ctx.eps)
         normalized = (wide - mean.view(ctx.shape)) * inv_std.view(ctx.shape)
         grad_bias = grad.sum(ctx.dims)
         grad_weight = (grad * normalized).sum(ctx.dims)
         # Parameter gradients stay local: the data engine averages them like all others.
-        packed = torch.cat([grad_bias, grad_weight])
-        dist.all_reduce(packed, group=ctx.group)
+        packed = _SumOverGroup.apply(torch.cat([grad_bias, grad_weight]), ctx.group)
         sum_grad, sum_grad_normalized = (packed / count).chunk(2)
         scale = inv_std if weight is None else inv_std * weight
-        grad_x = scale.view(ctx.shape) * (
-            grad - sum_grad.view(ctx.shape) - normalized * sum_grad_normalized.view(ctx.shape)
-        )
+        of_statistics = sum_grad.view(ctx.shape) + normalized * sum_grad_normalized.view(ctx.shape)
+        if not ctx.counts_here:
+            # Not left out: all ranks need the same graph, whose backward is collective.
+            of_statistics = 0.0 * of_statistics
+        grad_x = scale.view(ctx.shape) * (grad - of_statistics)
         return (
             grad_x.to(x.dtype),
             None if weight is None else grad_weight.to(weight.dtype),
-            grad_bias.to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None,
+            grad_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+            None,
             None,
             None,
         )
 
 
-def convert(module: nn.Module, *, group: dist.ProcessGroup) -> nn.Module:
+def convert(module: nn.Module, *, group: dist.ProcessGroup, batch: CurrentBatch | None = None) -> nn.Module:
     """Synchronize the statistics of every batch norm layer in ``module`` over ``group``. In place, not collective.
 
     The layer objects stay the same, so that shared layers and references to them remain valid; only their class is
-    extended, until :func:`revert`. Does nothing for a group of one rank.
+    extended, until :func:`revert`. Does nothing for a group of one rank. ``batch`` says whether this rank's samples
+    count; they always do if it is None.
     """
     if group.size() == 1:
         return module
+    batch = batch or CurrentBatch()
     extended: dict[type[BatchNorm], type[BatchNorm]] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
             if not isinstance(layer, _SyncedBatchNorm):
                 plain = type(layer)
                 if plain not in extended:
-                    extended[plain] = _extended(plain, group)
+                    extended[plain] = _extended(plain, group, batch)
                 layer.__class__ = extended[plain]
             layer.__dict__["synchronized_as"] = name
     return module
@@ -274,6 +328,13 @@ def convert(module: nn.Module, *, group: dist.ProcessGroup) -> nn.Module:
 def is_converted(layer: nn.Module) -> bool:
     """Return whether a layer's class was extended by :func:`convert`."""
     return isinstance(layer, _SyncedBatchNorm)
+
+
+def synchronized_statistics(module: nn.Module) -> Iterator[Tensor]:
+    """Iterate over the running statistics of converted layers, which are the same on all ranks."""
+    for layer in module.modules():
+        if is_converted(layer):
+            yield from (b for b in (layer.running_mean, layer.running_var, layer.num_batches_tracked) if b is not None)
 
 
 def revert(module: nn.Module) -> nn.Module:
@@ -287,7 +348,8 @@ def revert(module: nn.Module) -> nn.Module:
     return module
 
 
-def _extended(plain: type[BatchNorm], group: dist.ProcessGroup) -> type[BatchNorm]:
+def _extended(plain: type[BatchNorm], group: dist.ProcessGroup, batch: CurrentBatch) -> type[BatchNorm]:
     base = _SyncedBatchNorm if plain.forward is BatchNorm.forward else _SyncedCustomBatchNorm
-    names = {"group": group, "plain": plain, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    names = {"group": group, "batch": batch, "plain": plain}
+    names |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     return type(plain.__name__, (base, plain), names)

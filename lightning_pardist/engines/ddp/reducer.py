@@ -15,7 +15,8 @@ marked as ready, and are reduced at the end, when they are complete.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,7 +90,7 @@ class GradientReducer:
         self._sparse = sparse_parameters(module)
         self._slots: dict[Tensor, tuple[Bucket, int]] = {}
         self._root_task: int | None = None
-        self._callback_queued = False
+        self._queued: weakref.ref[Callable[[], None]] | None = None
         self._active: list[Bucket] = []
         self._works: list[Any] = []
         self._order: list[Tensor] | None = [] if reorder else None
@@ -156,6 +157,7 @@ class GradientReducer:
         if not self.enabled:
             return
         if not self._active:
+            self._add_new_parameters()
             self._start()
         while len(self._works) < len(self._active):
             self._launch(self._active[len(self._works)])
@@ -270,10 +272,11 @@ class GradientReducer:
             bucket.adopt(index, 1.0)
             return
         if self._root_task is None:
-            if not self._active and not self._callback_queued:
+            if not self._active and not self._is_queued:
                 # loss.backward() without an announcement (manual optimization without manual_backward).
-                self._callback_queued = True
-                after_backward(self._reduce_unannounced)
+                callback = self._reduce_unannounced
+                self._queued = weakref.ref(callback)
+                after_backward(callback)
             return
         if current_backward() != self._root_task:
             return
@@ -285,10 +288,17 @@ class GradientReducer:
             while len(self._works) < len(self._active) and self._active[len(self._works)].pending == 0:
                 self._launch(self._active[len(self._works)])
 
+    @property
+    def _is_queued(self) -> bool:
+        """Whether a running backward calls :meth:`_reduce_unannounced` at its end.
+
+        Only that backward holds the callback: if it has failed, the callback is gone.
+        """
+        return self._queued is not None and self._queued() is not None
+
     def _reduce_unannounced(self) -> None:
-        self._callback_queued = False
+        self._queued = None
         if self._sync:
-            self._add_new_parameters()
             self.reduce()
 
     def _launch(self, bucket: Bucket) -> None:

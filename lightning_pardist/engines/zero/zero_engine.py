@@ -173,6 +173,7 @@ class ZeroEngine:
     def reduce(self) -> None:
         """Reduce gradients that are not reduced yet. Collective over the group."""
         self.reducer.reduce()
+        self._bind()
 
     @contextmanager
     def defer_reduction(self) -> Iterator[None]:
