@@ -290,6 +290,33 @@ def test_a_sampler_of_the_users_goes_on_at_other_numbers_of_ranks(tmp_path):
     assert numbers == list(range(EPOCH * GLOBAL_BATCH))
 
 
+def _seen_of_two_loaders(first, second, steps, save=None, resume=None):
+    """Train on two loaders, and return for each step the samples of both."""
+    seen = []
+
+    class Two(Module):
+        def training_step(self, batch, batch_idx):
+            seen.append([each[0].tolist() for each in batch])
+            return super().training_step(batch[0], batch_idx)
+
+    loaders = [DataLoader(_dataset(), batch_size=size) for size in (first, second)]
+    trainer = quiet_trainer(strategy="pardist_ddp", max_steps=steps, use_distributed_sampler=False)
+    trainer.fit(Two(), loaders, ckpt_path=resume)
+    if save:
+        trainer.save_checkpoint(save)
+    return seen, trainer.fit_loop.epoch_loop.batch_progress.current.completed
+
+
+@pytest.mark.parametrize("second", [4, 8])
+def test_each_of_two_loaders_goes_on_at_its_sample_with_other_batch_sizes(second, tmp_path):
+    path = str(tmp_path / "a.ckpt")
+    ((before, _),) = run_ranks(1, _seen_of_two_loaders, 2, second // 2, 6, path)
+    ((after, done),) = run_ranks(1, _seen_of_two_loaders, 4, second, 7, None, path)
+    assert done == 3 + len(after)
+    for loader in range(2):
+        assert after[0][loader][0] == before[-1][loader][-1] + 1, (loader, before, after)
+
+
 def _from_plain_lightning(path):
     _fit("single", 1, "own sampler", steps=3, save=path)
     ours, *_ = _fit("ddp", 1, "stream", steps=8, resume=path)
