@@ -342,7 +342,7 @@ def fill_optimizer(
                 continue
             device = slot.steps_on or device_of_state(slot.like, optimizer)
             rests = device if slot.steps_on is None else torch.device("cpu")
-            state = {key: settled(value, rests) for key, value in small.items()}
+            state = {key: settled(_part_of(key, value, slot), rests) for key, value in small.items()}
             for key, full_key in stored.items():
                 state[key] = _filled(full_key, slot, reader, rests)
             state = in_place(state, device, group)
@@ -386,7 +386,7 @@ def numbered_optimizer_shards(index: int, state: Mapping[str, Any]) -> tuple[dic
         if number not in named:
             continue
         for key, value in values.items():
-            if isinstance(value, Tensor) and value.numel() > 1:
+            if isinstance(value, Tensor) and value.dim():
                 tensors[_state_key(index, named[number], key)] = shards_of(value)
             else:
                 small.setdefault(number, {})[key] = value.clone() if isinstance(value, Tensor) else value
@@ -434,12 +434,26 @@ def _filled(full_key: str, slot: TensorSlot, reader: FolderReader, device: torch
     if stored.shape != tuple(slot.param.shape) or slot.whole:
         values: Tensor = settled(reader.read(full_key), device)
         return values
-    local = slot.like.to_local() if isinstance(slot.like, DTensor) else slot.like
-    floating = getattr(torch, stored.dtype).is_floating_point and local.is_floating_point()
-    dtype = local.dtype if floating else getattr(torch, stored.dtype)
-    values = torch.empty_like(local, dtype=dtype, requires_grad=False)
+    values = _empty_part(getattr(torch, stored.dtype), slot)
     reader.read_into(full_key, slot.locate(values))
     return values
+
+
+def _part_of(key: str, value: Any, slot: TensorSlot) -> Any:
+    """Return this rank's part of a small value, which may be the elementwise state of a parameter with one element."""
+    elementwise = isinstance(value, Tensor) and value.shape == slot.param.shape and (value.dim() or key != "step")
+    if slot.whole or not elementwise:
+        return value
+    part = _empty_part(value.dtype, slot)
+    copy_from_full(value, slot.locate(part))
+    return part
+
+
+def _empty_part(dtype: torch.dtype, slot: TensorSlot) -> Tensor:
+    """Return memory for this rank's part of elementwise state, in the parameter's dtype if both are floating-point."""
+    local = slot.like.to_local() if isinstance(slot.like, DTensor) else slot.like
+    floating = dtype.is_floating_point and local.is_floating_point()
+    return torch.empty_like(local, dtype=local.dtype if floating else dtype, requires_grad=False)
 
 
 def common_names(

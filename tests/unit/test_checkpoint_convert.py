@@ -17,6 +17,7 @@ from lightning_pardist.checkpoint.coordination import SingleCoordinator
 from lightning_pardist.checkpoint.folder import FolderReader, FolderSave
 from lightning_pardist.checkpoint.full_file import save_file, verify_file
 from lightning_pardist.checkpoint.stream import LazyTensor, write_archive
+from lightning_pardist.checkpoint.tensors import TensorSlot, fill_optimizer, numbered_optimizer_shards
 from lightning_pardist.cli import main
 from tests.helpers.models import MODULES, Classifier
 from tests.helpers.runs import quiet_trainer
@@ -118,6 +119,28 @@ def test_to_a_file_and_back(saved, tmp_path, capsys):
         trainer.fit(module, loader, ckpt_path=tmp_path / name)
         assert trainer.global_step == 4
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("as_before", [False, True])
+@pytest.mark.parametrize("shape", [(1,), ()])
+def test_state_of_a_parameter_with_one_element_is_divided(shape, as_before, tmp_path):
+    param = nn.Parameter(torch.ones(shape))
+    optimizer = torch.optim.AdamW([param])
+    param.sum().backward()
+    optimizer.step()
+    moment = optimizer.state[param]["exp_avg"].clone()
+    tensors, rest = numbered_optimizer_shards(0, optimizer.state_dict())
+    if as_before:
+        # Folders of earlier versions.
+        tensors, rest["small"] = {}, {0: dict(optimizer.state[param])}
+    save = FolderSave(tensors, str(tmp_path / "folder"))
+    save.plan(SingleCoordinator())
+    save.write(SingleCoordinator(), {})
+    for start, stop in ((0, 1), (1, 1)):
+        slot = TensorSlot(param, (start, stop, torch.zeros(stop - start)))
+        fill_optimizer(0, optimizer, [[slot]], rest, FolderReader(tmp_path / "folder"))
+        assert torch.equal(optimizer.state[param]["exp_avg"], moment.view(-1)[start:stop])
+        assert optimizer.state[param]["step"].dim() == 0
 
 
 def test_load_from_checkpoint_of_either_form(saved, tmp_path):
