@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +26,8 @@ _MODEL = "model."
 ABOUT = "lightning_pardist"
 #: Key prefix of tensors other than those of the module and of the optimizers of one model.
 DIVERGED = "diverged."
+#: Key prefix of optimizer state whose own key is not a string; in strings the sign is escaped.
+_LITERAL = "%="
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ def optimizer_shards(
         there is any, the state of all parameters together.
     """
     tensors: dict[str, Shards] = {}
-    small: dict[int, dict[str, Any]] = {}
+    small: dict[int, dict[Any, Any]] = {}
     named: dict[int, str] = {}
     groups: list[dict[str, Any]] = []
     number = 0
@@ -184,8 +189,8 @@ def optimizer_shards(
     return tensors, rest | ({"shared": shared} if shared else {})
 
 
-def _collected(optimizer: Optimizer, slot: TensorSlot, small: dict[str, Any]) -> dict[str, Shards]:
-    found: dict[str, Shards] = {}
+def _collected(optimizer: Optimizer, slot: TensorSlot, small: dict[Any, Any]) -> dict[Any, Shards]:
+    found: dict[Any, Shards] = {}
     for key, value in optimizer.state.get(slot.param, {}).items() if slot.here else ():
         if not isinstance(value, Tensor):
             small[key] = value
@@ -364,7 +369,7 @@ def require_same_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]
         )
 
 
-def optimizer_keys(index: int, saved: Mapping[str, Any], keys: Iterable[str]) -> dict[int, dict[str, str]]:
+def optimizer_keys(index: int, saved: Mapping[str, Any], keys: Iterable[str]) -> dict[int, dict[Any, str]]:
     """Return the keys of an optimizer's tensors, by parameter number and name of the state.
 
     Args:
@@ -381,7 +386,7 @@ def numbered_optimizer_shards(index: int, state: Mapping[str, Any]) -> tuple[dic
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     named = {number: f"#{number}" for number in numbers}
     tensors: dict[str, Shards] = {}
-    small: dict[int, dict[str, Any]] = {}
+    small: dict[int, dict[Any, Any]] = {}
     for number, values in state["state"].items():
         if number not in named:
             continue
@@ -439,7 +444,7 @@ def _filled(full_key: str, slot: TensorSlot, reader: FolderReader, device: torch
     return values
 
 
-def _part_of(key: str, value: Any, slot: TensorSlot) -> Any:
+def _part_of(key: Any, value: Any, slot: TensorSlot) -> Any:
     """Return this rank's part of a small value, which may be the elementwise state of a parameter with one element."""
     elementwise = isinstance(value, Tensor) and value.shape == slot.param.shape and (value.dim() or key != "step")
     if slot.whole or not elementwise:
@@ -487,17 +492,44 @@ def copy_from_full(whole: Tensor, shards: Shards) -> None:
         part.values.copy_(whole[tuple(slice(a, a + n) for a, n in zip(part.offsets, part.sizes, strict=True))])
 
 
-def _keys_by_name(index: int, names: Iterable[str], keys: Iterable[str]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {name: {} for name in names}
-    pattern = re.compile(rf"^optimizer_{index}\.state\.(?P<name>.+)\.(?P<key>[^.]+)$")
+def _keys_by_name(index: int, names: Iterable[str], keys: Iterable[str]) -> dict[str, dict[Any, str]]:
+    found: dict[str, dict[Any, str]] = {name: {} for name in names}
+    pattern = re.compile(rf"^optimizer_{index}\.state\.(?P<name>.+)\.(?P<key>[^.]*)$")
     for full_key in keys:
         if (match := pattern.match(full_key)) and match["name"] in found:
-            found[match["name"]][match["key"]] = full_key
+            found[match["name"]][_unquoted(match["key"])] = full_key
     return found
 
 
-def _state_key(index: int, name: str, key: str) -> str:
-    return f"optimizer_{index}.state.{name}.{key}"
+def _state_key(index: int, name: str, key: Any) -> str:
+    return f"optimizer_{index}.state.{name}.{_quoted(key)}"
+
+
+def _quoted(key: Any) -> str:
+    """Return a state's key as text without dots: names hold dots, and the last one ends the parameter's.
+
+    Raises:
+        TypeError: If the key is neither a string nor another literal.
+    """
+    if isinstance(key, str):
+        return _escaped(key)
+    with suppress(ValueError, SyntaxError):
+        if ast.literal_eval(repr(key)) == key:
+            return _LITERAL + _escaped(repr(key))
+    raise TypeError(
+        f"The optimizer keeps state under the key {key!r}, a {type(key).__name__}, which a checkpoint cannot name."
+        " Use a string or a number."
+    )
+
+
+def _unquoted(text: str) -> Any:
+    if text.startswith(_LITERAL):
+        return ast.literal_eval(unquote(text.removeprefix(_LITERAL)))
+    return unquote(text)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace(".", "%2E")
 
 
 def _local_shape(tensor: Tensor) -> torch.Size:
