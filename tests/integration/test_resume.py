@@ -19,6 +19,8 @@ from tests.helpers.runs import quiet_trainer
 
 EPOCH = 4  # batches
 GLOBAL_BATCH = 8
+#: Cases with an order that is not Lightning's.
+OWN_ORDER = ("own sampler", "stream", "counting", "endless", "shared", "keeps")
 STRATEGIES = {
     "ddp": DDPStrategy,
     "zero2": ZeroStrategy,
@@ -77,6 +79,17 @@ class Counting(Sampler):
         return EPOCH * GLOBAL_BATCH
 
 
+class Endless(Sampler):
+    """Sampler without an end and a length."""
+
+    def __init__(self) -> None:
+        self.rng = torch.Generator()
+
+    def __iter__(self):
+        while True:
+            yield from torch.randperm(EPOCH * GLOBAL_BATCH, generator=self.rng).tolist()
+
+
 class Keeps(DataLoader):
     """Stateful loader, like ``torchdata``'s, that draws random numbers when it resumes."""
 
@@ -130,6 +143,8 @@ def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
         loader = Keeps(_dataset(), batch_size=size)
     elif case == "counting":
         loader = DataLoader(_dataset(), batch_size=size, sampler=Counting())
+    elif case == "endless":
+        loader = DataLoader(_dataset(), batch_size=size, sampler=Endless())
     elif case == "shared":
         loader = DataLoader(_dataset(), batch_size=size, sampler=Shared(dist.get_rank(), world))
     elif case == "stream":
@@ -148,7 +163,7 @@ def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
         devices=world,
         callbacks=callbacks,
         enable_checkpointing=bool(callbacks),
-        use_distributed_sampler=not case.startswith(("own sampler", "stream", "counting", "shared", "keeps")),
+        use_distributed_sampler=not case.startswith(OWN_ORDER),
         val_check_interval=2 if case == "after validation" else None,
         num_sanity_val_steps=0,
         **epochs,
@@ -190,6 +205,7 @@ CASES = [
     ("ddp", 1, "own sampler, every step", (4, 5, 7)),
     ("ddp", 1, "own sampler, workers", (3, 6, 9)),
     ("ddp", 1, "counting", (3, 5, 9)),
+    ("ddp", 1, "endless", (3, 6)),
     ("ddp", 1, "keeps", (3, 6)),
     ("ddp", 1, "keeps, every step", (6,)),
     ("ddp", 1, "stream", (3, 4)),
