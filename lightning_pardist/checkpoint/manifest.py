@@ -57,6 +57,7 @@ class Manifest:
 
     Attributes:
         tensors: Tensors by key: ``model.NAME`` for the module's state, ``optimizer_I.state.NAME.KEY`` for optimizers'.
+            In ``KEY`` dots and percent signs are escaped as in URLs, and ``%=`` precedes what is not a string.
         files: Name -> (bytes, CRC-32) of every other file.
         aliases: Key -> key of the tensor it is tied to.
         about: Strategy, degrees, world size, step, epoch and versions.

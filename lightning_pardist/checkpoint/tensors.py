@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +26,8 @@ _MODEL = "model."
 ABOUT = "lightning_pardist"
 #: Key prefix of tensors other than those of the module and of the optimizers of one model.
 DIVERGED = "diverged."
+#: Key prefix of optimizer state whose own key is not a string; in strings the sign is escaped.
+_LITERAL = "%="
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ def optimizer_shards(
         there is any, the state of all parameters together.
     """
     tensors: dict[str, Shards] = {}
-    small: dict[int, dict[str, Any]] = {}
+    small: dict[int, dict[Any, Any]] = {}
     named: dict[int, str] = {}
     groups: list[dict[str, Any]] = []
     number = 0
@@ -184,8 +189,8 @@ def optimizer_shards(
     return tensors, rest | ({"shared": shared} if shared else {})
 
 
-def _collected(optimizer: Optimizer, slot: TensorSlot, small: dict[str, Any]) -> dict[str, Shards]:
-    found: dict[str, Shards] = {}
+def _collected(optimizer: Optimizer, slot: TensorSlot, small: dict[Any, Any]) -> dict[Any, Shards]:
+    found: dict[Any, Shards] = {}
     for key, value in optimizer.state.get(slot.param, {}).items() if slot.here else ():
         if not isinstance(value, Tensor):
             small[key] = value
@@ -342,7 +347,7 @@ def fill_optimizer(
                 continue
             device = slot.steps_on or device_of_state(slot.like, optimizer)
             rests = device if slot.steps_on is None else torch.device("cpu")
-            state = {key: settled(value, rests) for key, value in small.items()}
+            state = {key: settled(_part_of(key, value, slot), rests) for key, value in small.items()}
             for key, full_key in stored.items():
                 state[key] = _filled(full_key, slot, reader, rests)
             state = in_place(state, device, group)
@@ -364,7 +369,7 @@ def require_same_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]
         )
 
 
-def optimizer_keys(index: int, saved: Mapping[str, Any], keys: Iterable[str]) -> dict[int, dict[str, str]]:
+def optimizer_keys(index: int, saved: Mapping[str, Any], keys: Iterable[str]) -> dict[int, dict[Any, str]]:
     """Return the keys of an optimizer's tensors, by parameter number and name of the state.
 
     Args:
@@ -381,12 +386,12 @@ def numbered_optimizer_shards(index: int, state: Mapping[str, Any]) -> tuple[dic
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     named = {number: f"#{number}" for number in numbers}
     tensors: dict[str, Shards] = {}
-    small: dict[int, dict[str, Any]] = {}
+    small: dict[int, dict[Any, Any]] = {}
     for number, values in state["state"].items():
         if number not in named:
             continue
         for key, value in values.items():
-            if isinstance(value, Tensor) and value.numel() > 1:
+            if isinstance(value, Tensor) and value.dim():
                 tensors[_state_key(index, named[number], key)] = shards_of(value)
             else:
                 small.setdefault(number, {})[key] = value.clone() if isinstance(value, Tensor) else value
@@ -434,12 +439,26 @@ def _filled(full_key: str, slot: TensorSlot, reader: FolderReader, device: torch
     if stored.shape != tuple(slot.param.shape) or slot.whole:
         values: Tensor = settled(reader.read(full_key), device)
         return values
-    local = slot.like.to_local() if isinstance(slot.like, DTensor) else slot.like
-    floating = getattr(torch, stored.dtype).is_floating_point and local.is_floating_point()
-    dtype = local.dtype if floating else getattr(torch, stored.dtype)
-    values = torch.empty_like(local, dtype=dtype, requires_grad=False)
+    values = _empty_part(getattr(torch, stored.dtype), slot)
     reader.read_into(full_key, slot.locate(values))
     return values
+
+
+def _part_of(key: Any, value: Any, slot: TensorSlot) -> Any:
+    """Return this rank's part of a small value, which may be the elementwise state of a parameter with one element."""
+    elementwise = isinstance(value, Tensor) and value.shape == slot.param.shape and (value.dim() or key != "step")
+    if slot.whole or not elementwise:
+        return value
+    part = _empty_part(value.dtype, slot)
+    copy_from_full(value, slot.locate(part))
+    return part
+
+
+def _empty_part(dtype: torch.dtype, slot: TensorSlot) -> Tensor:
+    """Return memory for this rank's part of elementwise state, in the parameter's dtype if both are floating-point."""
+    local = slot.like.to_local() if isinstance(slot.like, DTensor) else slot.like
+    floating = dtype.is_floating_point and local.is_floating_point()
+    return torch.empty_like(local, dtype=local.dtype if floating else dtype, requires_grad=False)
 
 
 def common_names(
@@ -473,17 +492,44 @@ def copy_from_full(whole: Tensor, shards: Shards) -> None:
         part.values.copy_(whole[tuple(slice(a, a + n) for a, n in zip(part.offsets, part.sizes, strict=True))])
 
 
-def _keys_by_name(index: int, names: Iterable[str], keys: Iterable[str]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {name: {} for name in names}
-    pattern = re.compile(rf"^optimizer_{index}\.state\.(?P<name>.+)\.(?P<key>[^.]+)$")
+def _keys_by_name(index: int, names: Iterable[str], keys: Iterable[str]) -> dict[str, dict[Any, str]]:
+    found: dict[str, dict[Any, str]] = {name: {} for name in names}
+    pattern = re.compile(rf"^optimizer_{index}\.state\.(?P<name>.+)\.(?P<key>[^.]*)$")
     for full_key in keys:
         if (match := pattern.match(full_key)) and match["name"] in found:
-            found[match["name"]][match["key"]] = full_key
+            found[match["name"]][_unquoted(match["key"])] = full_key
     return found
 
 
-def _state_key(index: int, name: str, key: str) -> str:
-    return f"optimizer_{index}.state.{name}.{key}"
+def _state_key(index: int, name: str, key: Any) -> str:
+    return f"optimizer_{index}.state.{name}.{_quoted(key)}"
+
+
+def _quoted(key: Any) -> str:
+    """Return a state's key as text without dots: names hold dots, and the last one ends the parameter's.
+
+    Raises:
+        TypeError: If the key is neither a string nor another literal.
+    """
+    if isinstance(key, str):
+        return _escaped(key)
+    with suppress(ValueError, SyntaxError):
+        if ast.literal_eval(repr(key)) == key:
+            return _LITERAL + _escaped(repr(key))
+    raise TypeError(
+        f"The optimizer keeps state under the key {key!r}, a {type(key).__name__}, which a checkpoint cannot name."
+        " Use a string or a number."
+    )
+
+
+def _unquoted(text: str) -> Any:
+    if text.startswith(_LITERAL):
+        return ast.literal_eval(unquote(text.removeprefix(_LITERAL)))
+    return unquote(text)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace(".", "%2E")
 
 
 def _local_shape(tensor: Tensor) -> torch.Size:

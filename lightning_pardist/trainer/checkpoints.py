@@ -19,7 +19,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from lightning_pardist.checkpoint.coordination import (
 from lightning_pardist.checkpoint.folder import FolderReader, FolderSave
 from lightning_pardist.checkpoint.gather import assemble, merged_small
 from lightning_pardist.checkpoint.manifest import is_folder, verify_files
+from lightning_pardist.checkpoint.nested import map_tensors
 from lightning_pardist.checkpoint.tensors import (
     ABOUT,
     DIVERGED,
@@ -295,7 +295,7 @@ class Checkpoints:
     def _full_job(self, checkpoint: dict[str, Any], path: PATH, storage_options: Any) -> Callable[[Coordinator], None]:
         io = self.io
         if self._in_background and self.context.distributed.is_first:
-            checkpoint = apply_to_collection(checkpoint, Tensor, _Staging())
+            checkpoint = map_tensors(_Staging(), checkpoint)
 
         def run(exchange: Coordinator) -> None:
             def write() -> None:
@@ -330,7 +330,7 @@ class Checkpoints:
         save.plan(exchange)
         if self._in_background:
             save.stage()
-            rest = apply_to_collection(rest, Tensor, _Staging())
+            rest = map_tensors(_Staging(), rest)
         return lambda exchange: save.write(exchange, rest)
 
     def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -420,7 +420,7 @@ class Checkpoints:
         tensors = about.pop("tensors", {})
         # The rest may live as long as the run, and must not keep the file mapped.
         rest = {key: value for key, value in checkpoint.items() if key not in large} | ({ABOUT: about} if about else {})
-        rest = apply_to_collection(rest, Tensor, torch.clone)
+        rest = map_tensors(torch.clone, rest)
         if about:
             rest[ABOUT]["tensors"] = tensors
         return {key: rest.get(key, value) for key, value in checkpoint.items()}

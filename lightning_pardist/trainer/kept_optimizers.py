@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pardist.axes.base import RunContext
+from lightning_pardist.checkpoint.nested import map_tensors
 from lightning_pardist.engines.pipeline.placement import replace_in
 from lightning_pardist.engines.tensor import tensor_optimizer
 from lightning_pardist.trainer.state_dicts import StateDicts
@@ -83,7 +83,7 @@ class KeptOptimizers:
         self._name(self.states.current_names())
         for optimizer in self.context.optimizers:
             if optimizer in self._kept:
-                whole = apply_to_collection(self.states.full_optimizer_state(optimizer), Tensor, _on_host)
+                whole = map_tensors(_on_host, self.states.full_optimizer_state(optimizer))
                 self._states[optimizer] = self.context.broadcast(whole)
 
     def rebind(self) -> None:
@@ -103,7 +103,7 @@ class KeptOptimizers:
                 continue
             tensor_optimizer.detach(optimizer)
             optimizer.state.clear()
-            optimizer.load_state_dict(apply_to_collection(state, Tensor, torch.clone))
+            optimizer.load_state_dict(map_tensors(torch.clone, state))
         _remove_names(module.parameters())
 
     def _name(self, names: Mapping[Tensor, str]) -> None:

@@ -49,6 +49,9 @@ class LoaderState:
         self.context = context
         self._saved: dict[str, Any] = {}
         self._orders: list[Order] = []
+        #: Number of loaders that were prepared, and of batches in the checkpoint, before a change of batch sizes.
+        self._prepared = 0
+        self._saved_batches: int | None = None
         self._first_advance: Patch | None = None
         #: State for a save after the run: that of the samplers at its end.
         self._at_end: dict[str, Any] | None = None
@@ -165,7 +168,7 @@ class LoaderState:
         drop_loaders(trainer.fit_loop)
         for order in self._orders:
             order.detach()
-        self._orders = []
+        self._orders, self._prepared, self._saved_batches = [], 0, None
 
     def prepare(self, trainer: pl.Trainer, loader: Any, whole: Any) -> Any:
         """Make a training loader resume after the batches of this epoch that were trained on. Not collective.
@@ -176,6 +179,7 @@ class LoaderState:
             whole: The same loader, with the batch that was consumed for planning in front.
         """
         self._at_end = None
+        position, self._prepared = self._prepared, self._prepared + 1
         restored = was_restored(trainer.fit_loop)
         rng = self._own("rng") if restored else None
         if restored:
@@ -184,7 +188,7 @@ class LoaderState:
             return Skipping(whole, 0, rng) if rng else whole
         if not isinstance(loader, DataLoader):
             return whole
-        done = self._batches_done(trainer, loader) if trainer.fit_loop.restarting else 0
+        done = self._batches_done(trainer, loader, position) if trainer.fit_loop.restarting else 0
         if restored:
             # Workers start before Lightning sets the samplers' epoch.
             set_sampler_epoch(loader, trainer.current_epoch)
@@ -216,6 +220,7 @@ class LoaderState:
         for order in self._orders:
             order.detach()
         self._orders, self._saved, self.training = [], {}, False
+        self._prepared, self._saved_batches = 0, None
 
     def _own(self, what: str) -> Any:
         """Return this rank's part of a saved state, from a rank with the same samples; None if the shares changed."""
@@ -260,12 +265,23 @@ class LoaderState:
         loaders = [] if combined is None else combined.flattened
         return [_batch_size(loader, self.context.replicas) for loader in loaders]
 
-    def _batches_done(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> int:
+    def _batches_done(self, trainer: pl.Trainer, loader: DataLoader[Any], position: int) -> int:
+        """Return how many batches of a loader were trained on; the first loader of known size sets the counters.
+
+        Args:
+            trainer: Trainer with restored counters.
+            loader: The loader.
+            position: Its position among the Trainer's loaders.
+        """
         current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        done = int(current.completed)
-        before = (self._saved.get("global_batch") or [None])[0]
+        before = next(iter(self._saved.get("global_batch", [])[position : position + 1]), None)
         now = _batch_size(loader, self.context.replicas)
-        if not done or not self._saved or before == now or before is None or now is None:
+        is_first = self._saved_batches is None
+        done = int(current.completed) if self._saved_batches is None else self._saved_batches
+        if not done or before is None or now is None:
+            return done
+        self._saved_batches = done
+        if before == now:
             return done
         samples = done * before
         same_step = before * self._saved.get("accumulated", 1) == now * trainer.accumulate_grad_batches
@@ -275,8 +291,9 @@ class LoaderState:
                 f" {now}: the run resumes at sample {samples // now * now} of the epoch, and {samples % now} samples"
                 " are repeated."
             )
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(current, name, samples // now)
+        if is_first:
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(current, name, samples // now)
         return int(samples // now)
 
 

@@ -115,7 +115,9 @@ class Order:
         own = [_state_of(owner, before) for owner, before in zip(self._owners, self._before, strict=True)]
         self.started = {"rng": rng_state(torch.device("cpu")), "samplers": own}
         indices = iter(self._sampler)
-        for _ in islice(indices, skip % max(len(self._sampler), 1) if skip else 0):
+        # A loader shorter than the others starts again in the middle of the Trainer's epoch.
+        length = _length(self._sampler) if skip else None
+        for _ in islice(indices, skip % length if length else skip):
             pass
         if skip and self._rng:
             set_rng_state(self._rng)
@@ -165,6 +167,14 @@ def _owners(loader: DataLoader[Any]) -> list[Any]:
             found.append(owner)
             owner = getattr(owner, "sampler", None)
     return found
+
+
+def _length(sampler: Any) -> int | None:
+    """Return the number of a sampler's batches; None if it has no length, for example if it is infinite."""
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _attributes(owner: Any) -> dict[str, Any]:

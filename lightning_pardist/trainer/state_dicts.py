@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +16,7 @@ from lightning_pardist.checkpoint.chunks import Shards
 from lightning_pardist.checkpoint.coordination import world_coordinator
 from lightning_pardist.checkpoint.folder import FolderReader
 from lightning_pardist.checkpoint.gather import assemble_module, assemble_optimizer
+from lightning_pardist.checkpoint.nested import map_tensors
 from lightning_pardist.checkpoint.tensors import (
     ABOUT,
     DIVERGED,
@@ -293,7 +293,7 @@ class StateDicts:
         for axis in reversed(self.context.model_axes):
             state = axis.local_optimizer_state(optimizer, state)
         # Cloned, since torch may keep the loaded tensors: they would hold the mapped file, and share its memory.
-        state = apply_to_collection(state, Tensor, torch.clone)
+        state = map_tensors(torch.clone, state)
         if (updates := updates_of(optimizer)) is not None:
             updates.load_state_dict(state)
         elif engine is None:

@@ -19,6 +19,8 @@ from tests.helpers.runs import quiet_trainer
 
 EPOCH = 4  # batches
 GLOBAL_BATCH = 8
+#: Cases with an order that is not Lightning's.
+OWN_ORDER = ("own sampler", "stream", "counting", "endless", "shared", "keeps")
 STRATEGIES = {
     "ddp": DDPStrategy,
     "zero2": ZeroStrategy,
@@ -77,6 +79,17 @@ class Counting(Sampler):
         return EPOCH * GLOBAL_BATCH
 
 
+class Endless(Sampler):
+    """Sampler without an end and a length."""
+
+    def __init__(self) -> None:
+        self.rng = torch.Generator()
+
+    def __iter__(self):
+        while True:
+            yield from torch.randperm(EPOCH * GLOBAL_BATCH, generator=self.rng).tolist()
+
+
 class Keeps(DataLoader):
     """Stateful loader, like ``torchdata``'s, that draws random numbers when it resumes."""
 
@@ -130,6 +143,8 @@ def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
         loader = Keeps(_dataset(), batch_size=size)
     elif case == "counting":
         loader = DataLoader(_dataset(), batch_size=size, sampler=Counting())
+    elif case == "endless":
+        loader = DataLoader(_dataset(), batch_size=size, sampler=Endless())
     elif case == "shared":
         loader = DataLoader(_dataset(), batch_size=size, sampler=Shared(dist.get_rank(), world))
     elif case == "stream":
@@ -148,7 +163,7 @@ def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
         devices=world,
         callbacks=callbacks,
         enable_checkpointing=bool(callbacks),
-        use_distributed_sampler=not case.startswith(("own sampler", "stream", "counting", "shared", "keeps")),
+        use_distributed_sampler=not case.startswith(OWN_ORDER),
         val_check_interval=2 if case == "after validation" else None,
         num_sanity_val_steps=0,
         **epochs,
@@ -190,6 +205,7 @@ CASES = [
     ("ddp", 1, "own sampler, every step", (4, 5, 7)),
     ("ddp", 1, "own sampler, workers", (3, 6, 9)),
     ("ddp", 1, "counting", (3, 5, 9)),
+    ("ddp", 1, "endless", (3, 6)),
     ("ddp", 1, "keeps", (3, 6)),
     ("ddp", 1, "keeps, every step", (6,)),
     ("ddp", 1, "stream", (3, 4)),
@@ -288,6 +304,33 @@ def test_a_sampler_of_the_users_goes_on_at_other_numbers_of_ranks(tmp_path):
     after = _of_all_ranks(2, "zero2", {"steps": 8, "resume": path}, "shared")
     numbers = sorted(number for epoch, batch in before + after if epoch == 1 for number in batch)
     assert numbers == list(range(EPOCH * GLOBAL_BATCH))
+
+
+def _seen_of_two_loaders(first, second, steps, save=None, resume=None):
+    """Train on two loaders, and return for each step the samples of both."""
+    seen = []
+
+    class Two(Module):
+        def training_step(self, batch, batch_idx):
+            seen.append([each[0].tolist() for each in batch])
+            return super().training_step(batch[0], batch_idx)
+
+    loaders = [DataLoader(_dataset(), batch_size=size) for size in (first, second)]
+    trainer = quiet_trainer(strategy="pardist_ddp", max_steps=steps, use_distributed_sampler=False)
+    trainer.fit(Two(), loaders, ckpt_path=resume)
+    if save:
+        trainer.save_checkpoint(save)
+    return seen, trainer.fit_loop.epoch_loop.batch_progress.current.completed
+
+
+@pytest.mark.parametrize("second", [4, 8])
+def test_each_of_two_loaders_goes_on_at_its_sample_with_other_batch_sizes(second, tmp_path):
+    path = str(tmp_path / "a.ckpt")
+    ((before, _),) = run_ranks(1, _seen_of_two_loaders, 2, second // 2, 6, path)
+    ((after, done),) = run_ranks(1, _seen_of_two_loaders, 4, second, 7, None, path)
+    assert done == 3 + len(after)
+    for loader in range(2):
+        assert after[0][loader][0] == before[-1][loader][-1] + 1, (loader, before, after)
 
 
 def _from_plain_lightning(path):

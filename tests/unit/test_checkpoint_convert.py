@@ -17,6 +17,13 @@ from lightning_pardist.checkpoint.coordination import SingleCoordinator
 from lightning_pardist.checkpoint.folder import FolderReader, FolderSave
 from lightning_pardist.checkpoint.full_file import save_file, verify_file
 from lightning_pardist.checkpoint.stream import LazyTensor, write_archive
+from lightning_pardist.checkpoint.tensors import (
+    TensorSlot,
+    fill_optimizer,
+    full_slots,
+    numbered_optimizer_shards,
+    optimizer_shards,
+)
 from lightning_pardist.cli import main
 from tests.helpers.models import MODULES, Classifier
 from tests.helpers.runs import quiet_trainer
@@ -118,6 +125,52 @@ def test_to_a_file_and_back(saved, tmp_path, capsys):
         trainer.fit(module, loader, ckpt_path=tmp_path / name)
         assert trainer.global_step == 4
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("as_before", [False, True])
+@pytest.mark.parametrize("shape", [(1,), ()])
+def test_state_of_a_parameter_with_one_element_is_divided(shape, as_before, tmp_path):
+    param = nn.Parameter(torch.ones(shape))
+    optimizer = torch.optim.AdamW([param])
+    param.sum().backward()
+    optimizer.step()
+    moment = optimizer.state[param]["exp_avg"].clone()
+    tensors, rest = numbered_optimizer_shards(0, optimizer.state_dict())
+    if as_before:
+        # Folders of earlier versions.
+        tensors, rest["small"] = {}, {0: dict(optimizer.state[param])}
+    save = FolderSave(tensors, str(tmp_path / "folder"))
+    save.plan(SingleCoordinator())
+    save.write(SingleCoordinator(), {})
+    for start, stop in ((0, 1), (1, 1)):
+        slot = TensorSlot(param, (start, stop, torch.zeros(stop - start)))
+        fill_optimizer(0, optimizer, [[slot]], rest, FolderReader(tmp_path / "folder"))
+        assert torch.equal(optimizer.state[param]["exp_avg"], moment.view(-1)[start:stop])
+        assert optimizer.state[param]["step"].dim() == 0
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_state_under_keys_of_any_kind_keeps_them(numbered, tmp_path):
+    module = nn.ModuleDict({"exp": nn.Linear(3, 2)})
+    optimizer = torch.optim.SGD(module.parameters())
+    keys = ["plain", "exp.weight.a", "100%", "%2E", "%=0", "", "0", 0, -1.5, ("exp", 2), None]
+    for param in module.parameters():
+        optimizer.state[param] = {key: torch.full_like(param, number) for number, key in enumerate(keys)}
+    slots, names = full_slots(optimizer), {param: name for name, param in module.named_parameters()}
+    if numbered:
+        tensors, rest = numbered_optimizer_shards(0, optimizer.state_dict())
+    else:
+        tensors, rest = optimizer_shards(0, optimizer, slots, names)
+    save = FolderSave(tensors, str(tmp_path / "folder"))
+    save.plan(SingleCoordinator())
+    save.write(SingleCoordinator(), {})
+    fill_optimizer(0, optimizer, slots, rest, FolderReader(tmp_path / "folder"))
+    for param in module.parameters():
+        found = {key: value.unique().item() for key, value in optimizer.state[param].items()}
+        assert found == {key: number for number, key in enumerate(keys)}
+    optimizer.state[param][object()] = torch.zeros_like(param)
+    with pytest.raises(TypeError, match="Use a string or a number"):
+        optimizer_shards(0, optimizer, slots, names)
 
 
 def test_load_from_checkpoint_of_either_form(saved, tmp_path):

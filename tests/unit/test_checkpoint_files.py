@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass, field
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
@@ -17,12 +20,22 @@ from lightning_pardist import DDPStrategy
 from lightning_pardist.checkpoint import atomic
 from lightning_pardist.checkpoint.errors import DamagedCheckpointError
 from lightning_pardist.checkpoint.full_file import load_file, save_file, verify_file
+from lightning_pardist.checkpoint.nested import map_tensors
 from lightning_pardist.trainer.checkpoint_io import PardistCheckpointIO
 from tests.helpers.models import MODULES
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.scripts import ENVIRONMENT
 
 STATE = {"state_dict": {"weight": torch.arange(7.0), "bias": torch.ones(2, 3)}, "epoch": 3, "note": ["a", 1.5]}
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Hyperparameters, one of them computed."""
+
+    width: torch.Tensor
+    layers: range = range(3)
+    doubled: int = field(init=False, default=6)
 
 
 class Custom:
@@ -235,6 +248,42 @@ def test_hyperparameters_of_a_class_of_the_users(tmp_path):
     resumed = quiet_trainer(strategy=DDPStrategy(), devices=1, max_steps=2)
     resumed.fit(MODULES["classifier"](), loader, ckpt_path=tmp_path / "a.ckpt", weights_only=False)
     assert resumed.global_step >= 1
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("value", [Frozen(torch.ones(1)), range(3)], ids=["frozen dataclass", "range"])
+def test_hyperparameters_that_cannot_be_rebuilt_from_their_items(value, async_save, tmp_path):
+    module = MODULES["classifier"]()
+    module.save_hyperparameters({"value": value})
+    loader = torch.utils.data.DataLoader(module.dataset(8), batch_size=4)
+    saves = ModelCheckpoint(tmp_path, filename="a", every_n_train_steps=1)
+    strategy = DDPStrategy(async_save=async_save)
+    quiet_trainer(strategy=strategy, devices=1, max_steps=1, callbacks=[saves], enable_checkpointing=True).fit(
+        module, loader
+    )
+    resumed = quiet_trainer(strategy=DDPStrategy(), devices=1, max_steps=2)
+    resumed.fit(MODULES["classifier"](), loader, ckpt_path=tmp_path / "a.ckpt", weights_only=False)
+    assert resumed.global_step == 2
+    assert load_file(tmp_path / "a.ckpt", weights_only=False)["hyper_parameters"]["value"] == value
+
+
+def test_copies_of_nested_values_keep_what_they_are():
+    tensor = torch.zeros(1)
+    given = {
+        "ordered": OrderedDict(a=[tensor], b=(tensor, 1)),
+        "default": defaultdict(list, a=[tensor]),
+        "last": deque([tensor, 2], maxlen=2),
+        "frozen": Frozen(tensor),
+        "as they are": (range(3), torch.Size([2]), Frozen(1)),
+    }
+    found = map_tensors(lambda each: each + 1, given)
+    tensor += 1
+    assert found == given
+    assert all(type(found[name]) is type(value) for name, value in given.items())
+    assert (found["last"].maxlen, found["default"]["new"], "new" in given["default"]) == (2, [], False)
+    assert found["as they are"] is given["as they are"]
+    given["ordered"]["a"].append(3)
+    assert len(found["ordered"]["a"]) == 1
 
 
 def test_a_damaged_checkpoint_is_refused_before_training_touches_anything(tmp_path):
