@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from typing import Any, Literal
@@ -17,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pardist.axes.base import RunContext
 from lightning_pardist.checkpoint.atomic import local_path, recover
+from lightning_pardist.checkpoint.coordination import together, world_coordinator
 from lightning_pardist.checkpoint.errors import DamagedCheckpointError
 from lightning_pardist.checkpoint.folder import FolderReader
 from lightning_pardist.checkpoint.full_file import verify_file
@@ -72,6 +75,7 @@ class AutoResume:
         job = self._environment.job_key if self._environment is not None and mode == "auto" else None
         #: Whether this job may be started again, so that a record is useful.
         self._takes_notes = mode == "always" or job is not None
+        self._warned = False
         self._starters: list[str] = []
         #: Instance attribute ``save_checkpoint`` of the Trainer before the run, set if user code replaced the method.
         self._saved_by: dict[str, Any] | None = None
@@ -96,7 +100,8 @@ class AutoResume:
             resume = self._context.broadcast(self._newest(noted) if trainer.is_global_zero else None)
         elif trainer.is_global_zero and self._fs.exists(self._notes_path):
             # Left by another job of the same name.
-            self._fs.rm(self._notes_path)
+            with suppress(OSError):
+                self._fs.rm(self._notes_path)
         if resume is not None:
             start = connector.resume_start
 
@@ -106,6 +111,9 @@ class AutoResume:
                 start(resume, weights_only=False)
 
             connector.__dict__["resume_start"] = resume_start
+
+        if trainer.is_global_zero and not self._is_writable():
+            self._warn_about("no part of this path can be written")
 
         @wraps(save)
         def save_and_note(filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
@@ -126,18 +134,27 @@ class AutoResume:
         checkpoint_connector(self._trainer).__dict__.pop("resume_start", None)
         ended_normally = self._trainer.state.status == "running"
         if ended_normally and self._trainer.is_global_zero and self._fs.exists(self.stopped_path):
-            self._fs.rm(self.stopped_path, recursive=True)
+            # The run has ended well, even if a folder has become read-only.
+            with suppress(OSError):
+                self._fs.rm(self.stopped_path, recursive=True)
 
     def save(self) -> str:
         """Save a checkpoint to resume from, which is either complete or absent. Collective over the world.
 
         Returns:
             Path of the checkpoint.
+
+        Raises:
+            OSError: On the first rank, if ``default_root_dir`` cannot be written.
+            RuntimeError: On the other ranks, with its reason.
         """
         path = self._name(self.stopped_path)
-        if self._trainer.is_global_zero:
-            self._fs.makedirs(self._folder, exist_ok=True)
-        barrier(self._context.device)
+
+        def make_folder() -> None:
+            if self._trainer.is_global_zero:
+                self._fs.makedirs(self._folder, exist_ok=True)
+
+        together(world_coordinator(), f"Saving {path}", make_folder)
         pl.Trainer.save_checkpoint(self._trainer, path, weights_only=False)
         # It may be written in the background, and this process may end next.
         self._checkpoints.finish()
@@ -177,13 +194,37 @@ class AutoResume:
             return _Notes()
 
     def _note(self, path: str) -> None:
+        """Record a checkpoint; failures are warned about, since training does not need the record."""
         # A path that is written again becomes the newest.
         paths = [*(other for other in self._noted().paths if other != path), path][-_REMEMBERED:]
-        self._fs.makedirs(self._folder, exist_ok=True)
         part = f"{self._folder}/notes.part"
-        with self._fs.open(part, "w") as file:
-            json.dump(asdict(_Notes(paths, self._starters)), file)
-        self._fs.mv(part, self._notes_path)
+        try:
+            self._fs.makedirs(self._folder, exist_ok=True)
+            with self._fs.open(part, "w") as file:
+                json.dump(asdict(_Notes(paths, self._starters)), file)
+            self._fs.mv(part, self._notes_path)
+        except Exception as error:
+            # Filesystems have errors of their own. The next checkpoint is recorded if it was a passing one.
+            self._warn_about(str(error))
+
+    def _is_writable(self) -> bool:
+        """Return False if the folder of the record is local, and neither it nor its next parent can be written."""
+        if not self._is_local:
+            return True
+        known = self._folder
+        while not os.path.exists(known) and os.path.dirname(known) != known:
+            known = os.path.dirname(known)
+        return os.path.isdir(known) and os.access(known, os.W_OK | os.X_OK)
+
+    def _warn_about(self, reason: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        rank_zero_warn(
+            f"Checkpoints of this run cannot be recorded in {self._folder} ({reason}): a restart of the job does not"
+            " resume from them by itself, and a signal cannot save. Set default_root_dir to a folder that can be"
+            ' written, or resume="never" on the strategy.'
+        )
 
 
 def _is_complete(path: str) -> bool:

@@ -11,7 +11,9 @@ import torch
 
 from lightning_pardist import DDPStrategy, SLURMEnvironment
 from lightning_pardist.runtime import job_counts
+from lightning_pardist.trainer import auto_resume
 from tests.helpers.parity import snapshot
+from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.scripts import ROOT
 
@@ -78,6 +80,32 @@ def test_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch):
     trainer, weights = _fit(tmp_path, monkeypatch)
     assert _equal(weights, wanted)
     assert trainer.global_step == 16
+
+
+@pytest.mark.parametrize("root", ["/proc/nobody", "{}/file/root"])
+def test_a_default_root_dir_that_cannot_be_written(root, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    root = root.format(tmp_path)
+    saves = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=4, save_top_k=-1)
+    warned = []
+    monkeypatch.setattr(auto_resume, "rank_zero_warn", warned.append)
+    trainer, _ = _fit(root, monkeypatch, callbacks=[saves], enable_checkpointing=True)
+    assert trainer.global_step == 16
+    assert len(list((tmp_path / "kept").iterdir())) == 4
+    assert len(warned) == 1
+    assert "Set default_root_dir to a folder that can be written" in warned[0]
+
+
+def _stops_in(folder):
+    trainer = quiet_trainer(
+        strategy=DDPStrategy(), devices=2, default_root_dir=folder, callbacks=[SignalAt(signal.SIGTERM, 3)]
+    )
+    with pytest.raises((OSError, RuntimeError), match=r"/proc/nobody"):
+        trainer.fit(SCRIPT["Module"](0, 0), SCRIPT["Data"](96))
+
+
+def test_a_stop_that_cannot_save_fails_on_every_rank():
+    run_ranks(2, _stops_in, "/proc/nobody")
 
 
 def test_never_starts_anew(tmp_path, monkeypatch):
