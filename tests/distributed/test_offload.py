@@ -212,6 +212,35 @@ def test_state_of_any_form_is_kept(tmp_path):
     assert len(hosted._homes["a"]) == homes
 
 
+class Counted(torch.optim.Optimizer):
+    """Divides the learning rate by a step count that it keeps in its state for all parameters together."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["count"] = count = self.state.get("count", torch.zeros(())).add_(1)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["lr"] * param.grad / count)
+
+
+@pytest.mark.parametrize("window_bytes", [None, 1])
+def test_state_of_all_parameters_together(window_bytes):
+    params = [nn.Parameter(torch.zeros(3000)), nn.Parameter(torch.zeros(3))]
+    optimizer = Counted(params)
+    host_step = HostStep(optimizer, window_bytes=window_bytes)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        host_step.run()
+    assert optimizer.state["count"] == 3
+    for param in params:
+        assert torch.allclose(param.detach(), torch.tensor(-(1 + 1 / 2 + 1 / 3)))
+
+
 class Factors(NamedTuple):
     left: torch.Tensor
     right: torch.Tensor

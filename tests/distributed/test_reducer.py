@@ -176,6 +176,28 @@ def test_unannounced_backward_and_rank_without_backward():
         assert torch.equal(missing, torch.full((1, 3), 2.0))
 
 
+def _with_a_graph(overlap):
+    """Accumulate two backward passes that keep their graph."""
+    torch.manual_seed(0)
+    module, rank = nn.Linear(3, 1, bias=False), dist.get_rank()
+    reducer, want = _reducer(module), torch.zeros(1, 3)
+    for step in range(2):
+        xs = [torch.full((1, 3), float(step + each + 1)) for each in range(2)]
+        want += sum(2 * module(x).detach() * x for x in xs) / 2
+        loss = module(xs[rank]).pow(2).sum()
+        with reducer.backward(loss, overlap=overlap):
+            loss.backward(create_graph=True)
+    reducer.detach()
+    return module.weight.grad, want
+
+
+def test_backward_that_keeps_its_graph():
+    for overlap in (True, False):
+        for gradient, want in run_ranks(2, _with_a_graph, overlap):
+            assert not gradient.requires_grad
+            assert torch.allclose(gradient, want)
+
+
 class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -40,6 +40,23 @@ def test_replicated_shards_and_four_ranks():
     run_ranks(4, many, cases)
 
 
+def _no_rows():
+    """Train on a rank without rows beside one that has some (an expert without tokens)."""
+    torch.manual_seed(0)
+    net = nn.Linear(8, 17, bias=False)
+    (want,) = torch.autograd.grad(net(torch.ones(3, 8)).pow(2).sum() / 2, [net.weight])
+    handle = shard(net, make_mesh(), tile_above_bytes=64)
+    rows = 0 if dist.get_rank() else 3
+    output = handle.run(net, torch.ones(rows, 8))
+    assert output.shape == (rows, 17)
+    output.pow(2).sum().backward()
+    torch.testing.assert_close(net.weight.grad.full_tensor(), want)
+
+
+def test_a_rank_without_rows():
+    run_ranks(2, _no_rows)
+
+
 class Wide(nn.Module):
     """Module dominated by a single layer."""
 

@@ -60,7 +60,10 @@ class Bucket:
         return any(param.requires_grad for param in self.params)
 
     def adopt(self, index: int, scale: float) -> None:
-        """Copy parameter ``index``'s gradient, times ``scale``, into the buffer, and set ``grad`` to its view."""
+        """Copy parameter ``index``'s gradient, times ``scale``, into the buffer, and set ``grad`` to its view.
+
+        The view has no graph, also if the gradient has one (``create_graph=True``).
+        """
         param, view = self.params[index], self.views[index]
         if param.grad is None:
             raise RuntimeError("adopt() needs a gradient")
@@ -69,6 +72,8 @@ class Bucket:
             if scale != 1.0:
                 view.mul_(scale)
             return
+        if grad.requires_grad:
+            grad = grad.detach()
         if grad.is_sparse:
             grad = grad.to_dense()
         if scale == 1.0:

@@ -233,7 +233,7 @@ class TiledLinear:
             start, stop = self._span(tile)
             columns = flat @ self._gather(tile, x.device).to(dtype).t()
             out[:, :, start:stop] = columns.view(-1, self._size, stop - start)
-        whole = out.view(flat.size(0), -1)[:, : self._out].contiguous()
+        whole = out.view(flat.size(0), self._size * self._chunk)[:, : self._out].contiguous()
         return whole.view(*x.shape[:-1], self._out)
 
     def gradients(
@@ -250,7 +250,7 @@ class TiledLinear:
         of_rows = torch.zeros_like(self._local()) if for_weight else None
         for tile in range(self.tiles):
             start, stop = self._span(tile)
-            piece = pieces[:, :, start:stop].reshape(flat.size(0), -1)
+            piece = pieces[:, :, start:stop].reshape(flat.size(0), self._size * (stop - start))
             if of_input is not None:
                 rows = self._gather(tile, x.device).to(dtype)
                 if of_input.dtype == dtype:

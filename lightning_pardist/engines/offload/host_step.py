@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
 from lightning_pardist.compat.optimizers import mark_step, post_hooks, pre_hooks
 from lightning_pardist.engines.common import elementwise
 from lightning_pardist.engines.offload.mapped_files import StateFile
@@ -103,8 +105,9 @@ class HostStep:
     def _update(self) -> None:
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
-        # Every window starts with the same settings, as an optimizer may count steps in them.
+        # Every window starts with the same settings and shared state, as an optimizer may count steps in them.
         settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        before = after = shared_state(optimizer)
         stepped: dict[int, dict[str, Any]] = {}
         windows = list(self._windows(groups))
         params = [part.param for window in windows for part in window if part.param in state]
@@ -115,11 +118,13 @@ class HostStep:
             for window, following in itertools.zip_longest(windows, windows[1:], fillvalue=()):
                 for part in following:
                     self._prefetch(_slices(known.get(part.param, {}), part).values())
-                stepped.update(self._step_window(window, settings, known, state))
+                stepped.update(self._step_window(window, settings, known, state, copy.deepcopy(before)))
+                after = shared_state(optimizer)
                 if self._on_stepped is not None:
                     self._on_stepped([part.param for part in window if part.stop == part.param.numel()])
         finally:
             optimizer.param_groups, optimizer.state = groups, state
+        restore_shared(optimizer, after)
         for index, group in stepped.items():
             own = ("params", "fused", "foreach")
             groups[index].update({key: value for key, value in group.items() if key not in own})
@@ -130,8 +135,9 @@ class HostStep:
         settings: Sequence[dict[str, Any]],
         known: dict[nn.Parameter, dict[str, Any]],
         state: dict[Any, Any],
+        shared: dict[Any, Any],
     ) -> dict[int, dict[str, Any]]:
-        """Step on some parts; return the groups as they are afterwards, by index."""
+        """Step on some parts, with ``shared`` as state of all parameters; return the groups afterwards, by index."""
         optimizer = self._optimizer
         params = [_twin(part) for part in window]
         # Separate groups per device: the CPU kernel accepts no group with a scalar on another device.
@@ -142,7 +148,7 @@ class HostStep:
             if self._may_fuse(group):
                 group.update(fused=True, foreach=False)
         optimizer.param_groups = list(used.values())
-        optimizer.state = defaultdict(dict)
+        optimizer.state = defaultdict(dict, shared)
         for part, param in zip(window, params, strict=True):
             if part.param in known:
                 optimizer.state[param] = _slices(known[part.param], part)
