@@ -23,6 +23,14 @@ def local_shard(tensor: Tensor) -> Tensor:
     return local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def distinct_elements(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor in which no element of its memory occurs twice: expanded dims have size 1."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def set_local_shard(tensor: Tensor, part: Tensor) -> None:
     """Replace this rank's local shard of ``tensor`` by ``part``, which has the same shape."""
     if isinstance(tensor, DTensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -32,6 +33,24 @@ def refuse_renormalized(module: nn.Module, where: str, *, fix: str = "") -> None
                 f"{name!r} has max_norm={layer.max_norm}, so its forward rescales the rows that a rank's own samples"
                 f" use: under {where} the ranks' weights would drift apart. Set max_norm=None, and"
                 f" {fix or 'rescale the rows in on_train_batch_start (torch.renorm)'}."
+            )
+
+
+def refuse_sparse_buffers(module: nn.Module, where: str) -> None:
+    """Refuse sparse buffers, for strategies that broadcast buffers. Not collective.
+
+    Args:
+        module: The module as the user built it.
+        where: Name of the strategy.
+
+    Raises:
+        ValueError: If there is one; names the first.
+    """
+    for name, buffer in module.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ValueError(
+                f"The buffer {name!r} is sparse ({buffer.layout}), and {where} sends buffers to all ranks as dense"
+                " tensors. Register its indices and values as buffers, and make the sparse tensor from them in forward."
             )
 
 

@@ -29,7 +29,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis, RunContext
-from lightning_pardist.axes.refusals import refuse_ddp_ignored, refuse_lazy, refuse_renormalized
+from lightning_pardist.axes.refusals import (
+    refuse_ddp_ignored,
+    refuse_lazy,
+    refuse_renormalized,
+    refuse_sparse_buffers,
+)
 from lightning_pardist.axes.user_parallelized import UserParallelizedAxis, is_user_parallelized, note_user_parallelized
 from lightning_pardist.collectives import barrier, broadcast_object, reduce, table_device, world_group
 from lightning_pardist.compat.contract import warn_if_untested
@@ -565,6 +570,8 @@ class PardistStrategy(ParallelStrategy):
         if fitting and self._has_several_ranks:
             refuse_ddp_ignored(module, type(self).__name__)
         start = self.distributed.start_group
+        if start.size() > 1:
+            refuse_sparse_buffers(module, type(self).__name__)
         verify_same_module(module, group=start)
         if fitting and self.dims.data_parallel * self.dims.tensor_parallel > 1:
             refuse_renormalized(module, type(self).__name__)

@@ -1,11 +1,14 @@
 """Gradient reducer against one process, with different data on every rank."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_pardist.axes.refusals import refuse_sparse_buffers
+from lightning_pardist.engines.common.meta_init import sync_from_first_rank
 from lightning_pardist.engines.ddp import (
     AllReduce,
     BufferSync,
@@ -14,6 +17,7 @@ from lightning_pardist.engines.ddp import (
     PowerSGD,
     compression_hook,
 )
+from lightning_pardist.engines.ddp.buffers import broadcast_module
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 
@@ -196,6 +200,30 @@ def test_backward_that_keeps_its_graph():
         for gradient, want in run_ranks(2, _with_a_graph, overlap):
             assert not gradient.requires_grad
             assert torch.allclose(gradient, want)
+
+
+def _odd_buffers():
+    rank, group = float(dist.get_rank()), dist.group.WORLD
+    found = []
+    for send in (broadcast_module, lambda module, group: sync_from_first_rank(list(module.buffers()), [group])):
+        module = nn.Module()
+        module.register_buffer("mask", torch.full((2, 1), 1 + rank).expand(2, 5))
+        module.register_buffer("scale", torch.tensor(2 + rank).expand(3))
+        send(module, group=group)
+        found.append((module.mask.tolist(), module.scale.tolist()))
+    return found
+
+
+def test_expanded_buffers_are_sent():
+    for found in run_ranks(2, _odd_buffers):
+        assert found == [([[1.0] * 5] * 2, [2.0] * 3)] * 2
+
+
+def test_sparse_buffers_are_refused_by_name():
+    module = nn.Module()
+    module.register_buffer("adjacency", torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match=r"The buffer 'adjacency' is sparse .* DDPStrategy"):
+        refuse_sparse_buffers(module, "DDPStrategy")
 
 
 class _Fails(torch.autograd.Function):

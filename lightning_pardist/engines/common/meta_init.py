@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pardist.collectives import as_bytes, collective_device
 from lightning_pardist.compat.modules import own_buffers, own_parameters
-from lightning_pardist.local_tensors import local_shard
+from lightning_pardist.local_tensors import distinct_elements, local_shard
 
 #: Small tensors are broadcast together, up to this many bytes.
 BROADCAST_BYTES = 16 * 2**20
@@ -29,7 +29,8 @@ def sync_from_first_rank(tensors: Sequence[torch.Tensor], groups: Sequence[dist.
     with torch.no_grad():
         for group in groups:
             source = dist.get_global_rank(group, 0)
-            for bucket in _buckets([local_shard(tensor).detach() for tensor in tensors if tensor.numel()]):
+            parts = [distinct_elements(local_shard(tensor).detach()) for tensor in tensors if tensor.numel()]
+            for bucket in _buckets(parts):
                 device = collective_device(group, bucket[0].device)
                 if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == device:
                     dist.broadcast(as_bytes(bucket[0]), source, group=group)

@@ -333,7 +333,7 @@ def is_converted(layer: nn.Module) -> bool:
 def synchronized_statistics(module: nn.Module) -> Iterator[Tensor]:
     """Iterate over the running statistics of converted layers, which are the same on all ranks."""
     for layer in module.modules():
-        if is_converted(layer):
+        if isinstance(layer, _SyncedBatchNorm):
             yield from (b for b in (layer.running_mean, layer.running_var, layer.num_batches_tracked) if b is not None)
 
 

@@ -14,7 +14,7 @@ from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.modules import NormBase
 from lightning_pardist.compat.tensors import version_of
 from lightning_pardist.engines.common.agreed_buffers import AgreedBuffer, agree_on_buffers
-from lightning_pardist.local_tensors import local_shard
+from lightning_pardist.local_tensors import distinct_elements, local_shard
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -187,7 +187,7 @@ def _exchange_flattened(tensors: Iterable[Tensor], exchange: Callable[[Tensor], 
             tensor.copy_(piece.view(tensor.shape))
         chunk.clear()
 
-    for tensor in map(local_shard, tensors):
+    for tensor in (distinct_elements(local_shard(each)) for each in tensors):
         if tensor.numel() == 0:
             continue
         if key != (tensor.dtype, tensor.device) or size > _CHUNK_BYTES:
