@@ -75,8 +75,8 @@ class PipelineTimeline(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._seen <= self.step:
-            self._pipeline(trainer).record_times = False
+        if (pipeline := _pipeline_of(trainer)) is not None:
+            pipeline.record_times = False
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
