@@ -65,7 +65,7 @@ class PipelineStrategy(PardistStrategy):
             micro-batch; ``reshard_after_forward=False`` in ``data_settings`` all-gathers once per step and keeps full
             parameters until its end, ``accumulate="unsharded"`` does the same for gradients.
         data_settings: Settings of the data-parallel strategy, such as ``bucket_size_mb``.
-        message_timeout_s: Timeout of one message between stages, in seconds.
+        message_timeout_s: Timeout of one message between stages, in seconds; on NCCL ``timeout_s`` applies instead.
         init: For modules built on ``meta`` (in ``configure_model``, or under ``Trainer.init_module(empty_init=True)``),
             of which each rank materializes only its stages: a function that initializes the direct parameters of one
             module, in place of its ``reset_parameters``.

@@ -34,7 +34,7 @@ class PipelineSettings:
             micro-batches, returns a list of batches or :class:`~lightning_pardist.MicroBatch` objects.
         eval_batches_in_flight: Batches that validation, test and predict run through the stages at the same time. If
             None, four times the ranks, or 1 if a hook or callback could observe the difference.
-        message_timeout_s: Timeout of one message between stages, in seconds.
+        message_timeout_s: Timeout of one message between stages, in seconds; on NCCL ``timeout_s`` applies instead.
         init: For modules on ``meta``: initializes the own parameters of one module, in place of its
             ``reset_parameters``.
     """
