@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,13 +21,15 @@ from lightning_pardist.engines.pipeline import (
     PipelineOptions,
     PipelineTimeoutError,
     dry_run,
+    pipeline_engine,
     plan_stages,
     record_step,
     split_batch,
 )
+from lightning_pardist.engines.pipeline.stage_p2p import StageP2P
 from tests.helpers.pipeline_parity import whole_state
 from tests.helpers.pipeline_zoo import make
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RankFailed, run_ranks
 
 
 def start(
@@ -243,7 +246,14 @@ class _ByNumber(nn.Module):
         return (h * torch.as_tensor(np.asarray(value, dtype=np.float32)).reshape(-1, 1)).square().mean()
 
 
-def _values_that_are_no_tensors(kind: str) -> None:
+def _values_that_are_no_tensors(kind: str, trusted: bool = False) -> None:
+    if trusted:
+        # As on backends whose messages have no tags.
+        with mock.patch.object(
+            pipeline_engine, "StageP2P", lambda *given, **_: StageP2P(*given, trust_signatures=True)
+        ):
+            _values_that_are_no_tensors(kind)
+        return
     torch.manual_seed(1)
     model = _ByNumber(kind)
     alone = copy.deepcopy(model)
@@ -259,6 +269,16 @@ def _values_that_are_no_tensors(kind: str) -> None:
 @pytest.mark.parametrize("kind", VALUES)
 def test_outputs_that_are_no_tensors_are_those_of_each_batch(kind: str) -> None:
     run_ranks(2, _values_that_are_no_tensors, kind)
+
+
+@pytest.mark.parametrize("kind", ["float", "text", "array"])
+def test_outputs_that_are_no_tensors_where_shapes_are_trusted(kind: str) -> None:
+    run_ranks(2, _values_that_are_no_tensors, kind, True)
+
+
+def test_numbers_that_change_where_shapes_are_trusted_are_refused() -> None:
+    with pytest.raises(RankFailed, match="return values that depend on the batch as tensors"):
+        run_ranks(2, _values_that_are_no_tensors, "int", True)
 
 
 def _frozen_later() -> None:

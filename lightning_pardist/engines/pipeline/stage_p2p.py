@@ -25,6 +25,8 @@ from lightning_pardist.engines.pipeline.records import ConstLeaf, Leaf, Output, 
 _TAGS_PER_MESSAGE = 4096
 #: Types of outputs that are compared by their text.
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+#: Types of outputs that hardly ever differ between batches of the same shapes.
+_STEADY = (bool, int, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @dataclass
@@ -65,15 +67,20 @@ class _Layout:
 
     @property
     def varies(self) -> bool:
-        """Whether outputs that are not tensors are likely to depend on the values of the batch."""
+        """Whether outputs that are not tensors may depend on the values of the batch."""
         leaves = (leaf for output in self.outputs for leaf in output.leaves)
-        return any(isinstance(leaf, ConstLeaf) and isinstance(leaf.value, (float, complex, str)) for leaf in leaves)
+        return any(isinstance(leaf, ConstLeaf) and not isinstance(leaf.value, _STEADY) for leaf in leaves)
 
 
 class _LayoutCache:
-    """Cache of layouts by signature, collected during a step and used from the next step on."""
+    """Cache of layouts by signature, collected during a step and used from the next step on.
 
-    def __init__(self) -> None:
+    Args:
+        is_final: Whether a known layout cannot change, so that one which may is not remembered.
+    """
+
+    def __init__(self, *, is_final: bool) -> None:
+        self._is_final = is_final
         self._known: dict[Hashable, _Layout] = {}
         self._learned: dict[Hashable, list[_Layout]] = {}
         self._changing: set[Hashable] = set()
@@ -87,7 +94,7 @@ class _LayoutCache:
     def commit(self) -> None:
         for key, seen in self._learned.items():
             changes = key in self._known or any(other.facts != seen[0].facts for other in seen)
-            if changes or seen[0].varies:
+            if changes or (self._is_final and seen[0].varies):
                 # Outputs differ for the same signature: send a header with every message from now on.
                 self._changing.add(key)
                 self._known.pop(key, None)
@@ -120,8 +127,8 @@ class StageP2P:
         self._wire = wire_device(self.group, device)
         self.timeout = timedelta(seconds=timeout_s)
         self.trust = trust_signatures
-        self._sent = _LayoutCache()
-        self._received = _LayoutCache()
+        self._sent = _LayoutCache(is_final=trust_signatures)
+        self._received = _LayoutCache(is_final=trust_signatures)
         self._pending: list[tuple[Any, torch.Tensor]] = []
 
     def global_rank(self, rank: int) -> int:
