@@ -47,6 +47,7 @@ class Operator:
         dtype: Dtype of the computation.
         reads: Keys of the storages that it reads.
         writes: Keys of the storages that it writes.
+        updates: Whether it belongs to an optimizer's update, instead of forward and backward.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Operator:
     dtype: torch.dtype
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    updates: bool = False
 
 
 @dataclass(slots=True)
@@ -128,6 +130,7 @@ class Ledger(UncompiledMode):
     Attributes:
         now: Current bytes of all storages.
         recording: Whether events are recorded.
+        updates: Whether operators belong to an optimizer's update from now on.
         events: Operators, messages, and changes of memory as ``(block, bytes)``, in order.
     """
 
@@ -135,6 +138,7 @@ class Ledger(UncompiledMode):
         super().__init__()
         self.now = 0
         self.recording = False
+        self.updates = False
         self.events: list[Event] = []
         self._blocks: dict[int, Block] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -253,7 +257,7 @@ class Ledger(UncompiledMode):
         moved = _moved(func, inputs, outputs)
         dtype = next((leaf.dtype for leaf in (*outputs, *inputs) if leaf.is_floating_point()), torch.int64)
         flops = count_flops(func, args, kwargs, result)
-        self.events.append(Operator(str(func), flops, moved, dtype, reads, writes))
+        self.events.append(Operator(str(func), flops, moved, dtype, reads, writes, self.updates))
 
     def _send(self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         name = func.overloadpacket.__name__

@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,18 +18,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessException, start_processes
+from typing_extensions import override
 
 from lightning_pardist.compat.process_groups import FileStore
 from lightning_pardist.engines.common.allocator import keep_freed_memory
 from lightning_pardist.engines.common.devices import device_of_rank, rank_devices, synchronize
-from lightning_pardist.planner.ledger import Ledger, Operator
+from lightning_pardist.planner.ledger import Event, Ledger, Operator
 from lightning_pardist.planner.operator_rates import Rates, measure_operators
 from lightning_pardist.planner.profiles import DeviceProfile, Link, data_sheet_of
+from lightning_pardist.planner.step_time import time_step
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ROUNDS = 5
+#: Times that everything is measured, apart from each other, where step times are to be accurate: medians are used.
+_PASSES = 3
 #: Sizes of the timed messages, in elements.
 _MESSAGES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 _TIMEOUT = timedelta(seconds=120)
@@ -99,15 +104,19 @@ def measure_rank(
     flops = {str(dtype).removeprefix("torch."): _flops(device, dtype) for dtype in _DTYPES}
     if device.type == "cuda":
         flops["tf32"] = _flops(device, torch.float32, tf32=True)
-    rates = {**flops, "memory": _memory_rate(device), "operator": -_operator_seconds(device)}
+    computes, updates = _operator_seconds(device)
+    rates = {**flops, "memory": _memory_rate(device), "operator": -computes, "update": -updates}
     slowest = torch.tensor(list(rates.values()), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
     rates = dict(zip(rates, slowest.tolist(), strict=True))
-    inside, between, share, messages = _links(device, hosts, rank, by_size=by_size)
+    inside, between, share, messages = _links(device, hosts, rank, passes=_PASSES if by_size else 0)
     operators: Rates = {}
+    cache = 0.0
     if by_size:
+        cache = min(_gathered(_cache_bytes())) if device.type == "cpu" else 0.0
         # Use the minimum: a round in which the heap grows takes ten times as long because of page faults.
-        operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device, of=min)))
+        passes = [measure_operators(device, lambda run: _seconds(run, device, of=min)) for _ in range(_PASSES)]
+        operators = _slowest_rates(_median_rates(passes))
     disk_rate = None if disk is None else _disk_rate(disk)
     name, memory, reserved = _smallest(_device_facts(device, hosts.count(hosts[rank])))
     sources = [f"measured by pardist doctor on {world_size} ranks of {platform.node()}, torch {torch.__version__}"]
@@ -122,7 +131,7 @@ def measure_rank(
         sources.append("the disk: not measured, assumed")
     if device.type != "cpu":
         sources.append(f"the host's memory and the link to it: not measured, assumed to be those of {sheet.name}")
-    return DeviceProfile(
+    profile = DeviceProfile(
         name,
         memory,
         {name: rate for name, rate in rates.items() if name in flops and rate > 0},
@@ -130,6 +139,7 @@ def measure_rank(
         inside or _of_data_sheet(sheet.inside, sheet),
         between or _of_data_sheet(sheet.between, sheet, at_most=inside),
         host_s_per_operator=-rates["operator"],
+        host_s_per_update=-rates["update"],
         asynchronous=device.type != "cpu",
         backend=dist.get_default_backend_for_device(device),
         reserved_bytes=reserved,
@@ -145,7 +155,11 @@ def measure_rank(
         host_link_bytes_per_s=sheet.host_link_bytes_per_s * sheet.link_efficiency,
         host_bytes_per_s=sheet.host_bytes_per_s,
         disk_bytes_per_s=disk_rate or sheet.disk_bytes_per_s,
+        cache_bytes=cache,
     )
+    if not operators or profile.asynchronous:
+        return profile
+    return replace(profile, operator_efficiency=_operator_efficiency(profile, device))
 
 
 def nodes_of(hosts: Sequence[str]) -> list[list[int]]:
@@ -157,28 +171,38 @@ def nodes_of(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def _links(
-    device: torch.device, hosts: Sequence[str], rank: int, *, by_size: bool
+    device: torch.device, hosts: Sequence[str], rank: int, *, passes: int
 ) -> tuple[Link | None, Link | None, float, Rates]:
     """Measure the slowest link inside a node and between nodes; None if there is no such link.
 
-    Inside a node also the fraction of time in which messages occupy the processor, and on request rates by kind and
-    size. Collective over the world.
+    Inside a node also the fraction of time in which messages occupy the processor, and rates by kind and size.
+    Collective over the world.
+
+    Args:
+        device: This rank's device.
+        hosts: Host name of every rank.
+        rank: This rank.
+        passes: Number of measurements of which the medians are used; with 0 one, without rates by kind and size.
     """
     nodes = nodes_of(hosts)
     # Every rank must create every group, in the same order.
     groups = [dist.new_group(ranks) for ranks in nodes]
     across = dist.new_group([ranks[0] for ranks in nodes]) if len(nodes) > 1 else None
     node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
-    inside = _link(device, groups[node]) if len(nodes[node]) > 1 else None
+    insides = [_link(device, groups[node]) for _ in range(max(1, passes))] if len(nodes[node]) > 1 else []
+    inside = _median(insides)
     between = _link(device, across) if across is not None and rank == nodes[node][0] else None
     share = _busy_share(groups[node]) if device.type == "cpu" and inside is not None else 0.0
     found = _gathered((inside, between, share))
-    insides, betweens, shares = zip(*found, strict=True)
-    if not by_size:
-        return _slowest(insides), _slowest(betweens), max(shares), {}
-    rates = _message_rates(device, groups[node], inside) if inside is not None else {}
+    slowest_inside, slowest_between = (_slowest(links) for links in list(zip(*found, strict=True))[:2])
+    share = max(each for *_, each in found)
+    if not passes:
+        return slowest_inside, slowest_between, share, {}
+    rates: Rates = {}
+    if inside is not None:
+        rates = _median_rates([_message_rates(device, groups[node], inside) for _ in range(passes)])
     alike = all(len(ranks) == len(nodes[0]) for ranks in nodes)
-    return _slowest(insides), _slowest(betweens), max(shares), _slowest_rates(rates) if alike else {}
+    return slowest_inside, slowest_between, share, _slowest_rates(rates) if alike else {}
 
 
 def _message_rates(device: torch.device, group: dist.ProcessGroup, link: Link) -> Rates:
@@ -228,6 +252,23 @@ def _slowest_rates(own: Rates) -> Rates:
         ]
         for name, points in everyone[0].items()
     }
+
+
+def _median_rates(passes: Sequence[Rates]) -> Rates:
+    """Return the median of the rates of every operator and size."""
+    return {
+        name: [
+            (size, work, statistics.median(rates[name][index][2] for rates in passes))
+            for index, (size, work, _) in enumerate(points)
+        ]
+        for name, points in passes[0].items()
+    }
+
+
+def _median(links: Sequence[Link]) -> Link | None:
+    if not links:
+        return None
+    return Link(*(statistics.median(getattr(link, each.name) for link in links) for each in fields(Link)))
 
 
 def _gathered(own: Any) -> list[Any]:
@@ -300,6 +341,17 @@ def _memory_rate(device: torch.device) -> float:
     return 3 * 4 * numel / _seconds(lambda: torch.add(left, right, out=out), device)
 
 
+def _cache_bytes() -> float:
+    """Return the largest working set that this rank reads about as fast as from its caches, while all ranks do."""
+    sizes = [1 << power for power in range(20, 27)]
+    rates = []
+    for size in sizes:
+        data = torch.ones(size // 4)
+        rates.append(size / _seconds(data.sum, torch.device("cpu"), repeat=max(1, (1 << 24) // size)))
+    between = math.sqrt(max(rates) * rates[-1])
+    return float(max((size for size, rate in zip(sizes, rates, strict=True) if rate > between), default=0))
+
+
 def _disk_rate(folder: str) -> float | None:
     """Return the slowest rank's bytes per second of disk writes and reads; None if a rank cannot write there.
 
@@ -327,26 +379,78 @@ def _disk_rate(folder: str) -> float | None:
     return min(_gathered(rate)) or None
 
 
-def _operator_seconds(device: torch.device) -> float:
-    """Return the host seconds per operator of a training step, including Python and autograd."""
+class _Reference(nn.Module):
+    """Transformer blocks with a loss over the tokens of a batch that it holds: a step with usual Python code."""
+
+    tokens: Tensor
+
+    def __init__(self, width: int, blocks: int, length: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4 * width, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 2, 4 * width, activation="gelu", batch_first=True) for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 4 * width)
+        self.register_buffer("tokens", torch.randint(4 * width, (8, length)))
+
+    @override
+    def forward(self) -> Tensor:
+        hidden = self.embed(self.tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), self.tokens.flatten())
+
+
+def _reference_step(device: torch.device, *sizes: int) -> tuple[Callable[[], None], Callable[[], Any]]:
+    """Return functions that run forward and backward, and the update, of a reference module."""
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(16)]
-    model = nn.Sequential(*layers).to(device)
+    model = _Reference(*sizes).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
-    batch = torch.randn(4, 8, device=device)
 
-    def step() -> None:
+    def compute() -> None:
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
+        model().backward()
 
-    step()
+    compute()
+    optimizer.step()
+    return compute, optimizer.step
+
+
+def _events_of(compute: Callable[[], None], update: Callable[[], Any]) -> list[Event]:
     ledger = Ledger()
     with ledger:
         ledger.start()
-        step()
-    count = sum(isinstance(event, Operator) for event in ledger.events)
-    return _seconds(step, device, repeat=3) / count
+        compute()
+        ledger.updates = True
+        update()
+    return ledger.events
+
+
+def _operator_seconds(device: torch.device) -> tuple[float, float]:
+    """Return the host seconds per operator of forward and backward, and of an update, Python and autograd included."""
+    compute, update = _reference_step(device, 16, 4, 8)
+    operators = [event for event in _events_of(compute, update) if isinstance(event, Operator)]
+    updates = sum(event.updates for event in operators)
+    computes = _seconds(compute, device, repeat=3) / (len(operators) - updates)
+    return computes, _seconds(update, device, repeat=3) / updates
+
+
+def _operator_efficiency(profile: DeviceProfile, device: torch.device) -> float:
+    """Return the fraction of the measured rates that operators reach in a step. Collective over the world.
+
+    Operators are measured one by one, each again and again, which is when processors are fastest.
+    """
+    compute, update = _reference_step(device, 256, 2, 64)
+    events = _events_of(compute, update)
+
+    def step() -> None:
+        compute()
+        update()
+
+    planned = time_step(events, profile, ranks_per_node=1)
+    took = _seconds(step, device)
+    shares: list[float] = _gathered(min(1.0, planned.compute / max(took - planned.idle, 1e-9)))
+    return min(shares)
 
 
 def _link(device: torch.device, group: dist.ProcessGroup) -> Link:

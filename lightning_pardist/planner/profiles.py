@@ -45,7 +45,8 @@ class DeviceProfile:
         bytes_per_s: Bandwidth of its memory.
         inside: Link inside a node.
         between: Link between nodes.
-        host_s_per_operator: Seconds that Python takes to issue one operator.
+        host_s_per_operator: Seconds that Python takes to issue one operator of forward or backward.
+        host_s_per_update: Seconds that Python takes to issue one operator of an optimizer's update.
         operator_s: Minimum duration of an operator, in seconds.
         asynchronous: Whether the device executes asynchronously to the host.
         backend: Backend of its collectives: ``"nccl"`` or ``"gloo"``.
@@ -58,6 +59,9 @@ class DeviceProfile:
         sources: Sources of the numbers.
         rates: Rates of single operators by size, see :mod:`~lightning_pardist.planner.operator_rates`. If empty, an
             operator's time follows from its arithmetic and memory traffic at the rates above.
+        cache_bytes: Size of the cache that a rank has to itself, from which operators were measured by size; operands
+            that are not in it are read at ``bytes_per_s``. 0 if rates by size include memory, or are not given.
+        operator_efficiency: Fraction of ``rates`` that operators reach in a training step.
         message_rates: Bytes per second that a rank sends inside a node, without latencies, by bytes sent and by kind of
             message (``"reduce"``, ``"gather"``, ``"send"``); if empty, the bandwidths of the links.
         link_host_share: Fraction of a message's time during which it occupies the processor that computes.
@@ -89,6 +93,9 @@ class DeviceProfile:
     host_link_bytes_per_s: float = 32e9
     host_bytes_per_s: float = 50e9
     disk_bytes_per_s: float = 2e9
+    cache_bytes: float = 0.0
+    host_s_per_update: float = 8e-6
+    operator_efficiency: float = 1.0
 
     def flops_of(self, dtype: str) -> float:
         """Return the effective FLOP/s of matrix products in a dtype; those of fp32 if it is not listed."""
@@ -141,7 +148,7 @@ class DeviceProfile:
             numbers = [made.memory_bytes, made.bytes_per_s, *flops.values()]
             numbers += [made.inside.bytes_per_s, made.between.bytes_per_s]
             numbers += [made.host_link_bytes_per_s, made.host_bytes_per_s, made.disk_bytes_per_s]
-            numbers += [made.matmul_efficiency, made.memory_efficiency, made.link_efficiency]
+            numbers += [made.matmul_efficiency, made.memory_efficiency, made.link_efficiency, made.operator_efficiency]
             numbers += [number for each in rates.values() for points in each.values() for point in points
                         for number in point]  # fmt: skip
             if "float32" not in flops or not all(0 < number < math.inf for number in numbers):
@@ -217,7 +224,7 @@ _TABLE: dict[str, DeviceProfile] = {
     "cpu": DeviceProfile(
         "CPU", 16e9, {"float32": 50e9, "bfloat16": 50e9, "float64": 25e9}, 10e9,
         Link(50e-6, 2e9), Link(100e-6, 1e9),
-        host_s_per_operator=5e-6, asynchronous=False, backend="gloo", reserved_bytes=0.5e9,
+        host_s_per_operator=5e-6, host_s_per_update=5e-6, asynchronous=False, backend="gloo", reserved_bytes=0.5e9,
         sources=("all numbers assumed: one core of a typical CPU",),
     ),
 }  # fmt: skip

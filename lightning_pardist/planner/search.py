@@ -44,6 +44,9 @@ _NOT_BY_DEFAULT = (
 )
 #: Minimum number of strategies to trace for comparison with the best one, unless their states exceed the device.
 _COMPARED = 4
+#: Host time of an operator in a stage of a pipeline, relative to the plain step: stages replay the user's step, see
+#: engines/pipeline/replay.py. Measured with eight small modules on CPU.
+_REPLAYED = 2.5
 _NOT_TRACED = "not traced, but may be the best for this device: make a new plan."
 
 
@@ -436,9 +439,9 @@ class Search:
         times = candidate.microbatches(stages, self._resized(share))
         computes = share * sum(operator_seconds(each, profile) for each in (*work, *steps) if each.flops) / apart
         computes /= 1 - candidate.least_idle_share(stages, times)
-        issues = (len(work) * times + len(steps)) * profile.host_s_per_operator / stages
+        issues = len(work) * times * profile.host_s_per_operator + len(steps) * profile.host_s_per_update
         parts = f", in {times} micro-batches" if times > 1 else ""
-        return max(computes, issues), f"{apart} ranks share each batch{parts}"
+        return max(computes, issues / stages), f"{apart} ranks share each batch{parts}"
 
     def _min_communication_time(self, bound: _Bound, profile: DeviceProfile) -> float:
         """Return a lower bound of a step's communication time for gradients, in seconds, in its slowest group.
@@ -511,6 +514,8 @@ class Search:
         self, ranks: Sequence[RankTrace], profile: DeviceProfile
     ) -> tuple[dict[int, StepTime], dict[str, float]]:
         """Return times by rank, and the bytes by axis of the rank that sends most."""
+        if ranks[0].dims.pipeline_parallel > 1:
+            profile = replace(profile, host_s_per_operator=_REPLAYED * profile.host_s_per_operator)
         times = time_ranks({each.rank: each.events for each in ranks}, profile, ranks_per_node=self._job.devices)
         sent = [_sent_by_axis(each.events, each.dims) for each in ranks]
         return times, max(sent, key=lambda by_axis: sum(by_axis.values()))

@@ -109,6 +109,7 @@ class StepLedger(pl.Callback):
 
     def _mark(self, name: str) -> None:
         if self._ledger is not None and self._ledger.recording:
+            self._ledger.updates = name == "optimizer"
             self._marks.append((len(self._ledger.events), name))
 
     def _close(self) -> None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_pardist.planner.errors import PlanError
-from lightning_pardist.planner.ledger import Event, FileTransfer, HostStep, Message, Operator
+from lightning_pardist.planner.ledger import Block, Event, FileTransfer, HostStep, Message, Operator
 from lightning_pardist.planner.operator_rates import rate_near, rate_of
 from lightning_pardist.planner.profiles import DeviceProfile, Link
 
@@ -121,6 +121,41 @@ class _MessageInFlight:
     touches: tuple[int, ...]
 
 
+class _Cache:
+    """Least recently used cache of a processor, by storages.
+
+    A storage is in the cache if less than the cache's size was read and written since it was last used. New memory is
+    that of the storage of equal size that was freed last, as allocators reuse it.
+    """
+
+    def __init__(self, size: float) -> None:
+        self._size = size
+        self._moved = 0.0
+        self._used: dict[int, float] = {}
+        self._sizes: dict[int, int] = {}
+        self._freed: dict[int, list[float]] = {}
+
+    def resize(self, block: Block, change: int) -> None:
+        """Account for a change of a storage's size."""
+        key, before = block.key, self._sizes.get(block.key, 0)
+        self._sizes[key] = now = before + change
+        if not before and now and (freed := self._freed.get(now)):
+            self._used[key] = freed.pop()
+        elif not now:
+            del self._sizes[key]
+            if (used := self._used.pop(key, None)) is not None:
+                self._freed.setdefault(before, []).append(used)
+
+    def missed(self, operator: Operator) -> float:
+        """Account for an operator's reads and writes, and return the share of its bytes that are not in the cache."""
+        keys = {*operator.reads, *operator.writes}
+        cold = sum(self._sizes.get(key, 0) for key in keys if self._moved - self._used.get(key, -math.inf) > self._size)
+        total = sum(self._sizes.get(key, 0) for key in keys)
+        self._moved += operator.moved
+        self._used.update(dict.fromkeys(keys, self._moved))
+        return cold / total if total else 0.0
+
+
 class _Player:
     """Simulation of one rank, see :func:`time_ranks`."""
 
@@ -143,6 +178,7 @@ class _Player:
         self._on_way: list[_MessageInFlight] = []
         #: Storages last written by a message of another stage.
         self._received: set[int] = set()
+        self._cache = _Cache(profile.cache_bytes) if profile.cache_bytes else None
         self._spans: list[Span] = []
 
     @property
@@ -170,12 +206,15 @@ class _Player:
             elif isinstance(event, HostStep):
                 profile = self._profile
                 copies = event.copied / (profile.host_link_bytes_per_s * profile.link_efficiency)
-                issues = event.operators * profile.host_s_per_operator
+                issues = event.operators * profile.host_s_per_update
                 self._wait_for_host(copies + issues + event.moved / profile.host_bytes_per_s)
             elif isinstance(event, FileTransfer):
                 self._wait_for_host(event.moved / self._profile.disk_bytes_per_s)
-            elif isinstance(event, Message) and not self._send(event):
-                break
+            elif isinstance(event, Message):
+                if not self._send(event):
+                    break
+            elif self._cache is not None:
+                self._cache.resize(*event)
             self._next += 1
         return self._next > before
 
@@ -188,8 +227,10 @@ class _Player:
 
     def _operate(self, event: Operator) -> None:
         profile = self._profile
-        self._host += profile.host_s_per_operator
+        self._host += profile.host_s_per_update if event.updates else profile.host_s_per_operator
         took = operator_seconds(event, profile)
+        if self._cache is not None:
+            took = _with_misses(took, event, self._cache.missed(event), profile)
         ready, last = 0.0, -1
         for key in (*event.reads, *event.writes):
             if (at := self._done.get(key, 0.0)) > ready:
@@ -300,6 +341,7 @@ def operator_seconds(operator: Operator, profile: DeviceProfile) -> float:
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest" and "tf32" in profile.flops:
         dtype = "tf32"
     if (rate := rate_of(operator, profile.rates)) is not None:
+        rate *= profile.operator_efficiency
         if not operator.flops:
             return profile.operator_s + operator.moved / rate
         # Rates by size were measured in fp32.
@@ -308,6 +350,14 @@ def operator_seconds(operator: Operator, profile: DeviceProfile) -> float:
     if not operator.flops:
         return moving
     return max(moving, profile.operator_s + operator.flops / profile.flops_of(dtype))
+
+
+def _with_misses(took: float, operator: Operator, missed: float, profile: DeviceProfile) -> float:
+    """Return the seconds of an operator of which a share of the bytes comes from memory instead of the cache."""
+    memory = missed * operator.moved / (profile.bytes_per_s * profile.memory_efficiency)
+    if operator.flops:
+        return took + memory
+    return max(took, (1 - missed) * took + memory)
 
 
 def link_of(ranks: Sequence[int], profile: DeviceProfile, *, ranks_per_node: int) -> Link:

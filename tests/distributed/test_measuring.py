@@ -9,7 +9,8 @@ from tests.helpers.ranks import run_ranks
 
 
 def _measure(hosts):
-    rates = dict.fromkeys(("_flops", "_memory_rate", "_operator_seconds"), lambda *_, **__: 1e9)
+    rates = dict.fromkeys(("_flops", "_memory_rate"), lambda *_, **__: 1e9)
+    rates["_operator_seconds"] = lambda *_: (1e-5, 1e-6)
     rates["measure_operators"] = lambda *_: {"mm": [(64.0, 1e6, 1e10 / (1 + torch.distributed.get_rank()))]}
     with mock.patch.multiple(measuring, **rates):
         return measuring.measure_rank(torch.device("cpu"), hosts=hosts).to_json()

@@ -17,7 +17,7 @@ from lightning_pardist.cli import main
 from lightning_pardist.compat.fake_group import in_fake_world
 from lightning_pardist.planner import DeviceProfile, PlanError, ProfileError, find_profile, measuring, plan, search
 from lightning_pardist.planner.candidates import DEFAULT, Candidate, enumerate_candidates
-from lightning_pardist.planner.ledger import HostStep, Ledger, Message, Operator
+from lightning_pardist.planner.ledger import Block, HostStep, Ledger, Message, Operator
 from lightning_pardist.planner.measuring import measure_alone, measure_rank, nodes_of
 from lightning_pardist.planner.operator_rates import measure_operators, rate_near, size_of
 from lightning_pardist.planner.profiles import Link, data_sheet_of
@@ -424,6 +424,42 @@ def test_rates_of_single_operators_count_where_they_were_measured():
     assert operator_seconds(other, profile) == operator_seconds(other, replace(profile, rates={}))
 
 
+def _add(size, reads, writes, **kwargs):
+    return Operator("aten.add.Tensor", 0, size, torch.float32, reads, writes, **kwargs)
+
+
+def test_operands_that_left_the_cache_are_read_from_memory():
+    size = 10**6
+    profile = replace(
+        find_profile("cpu"), host_s_per_operator=0.0, bytes_per_s=1e9, memory_efficiency=1.0, cache_bytes=2.5 * size,
+        rates={"add": [(1e6, 1e6, 1e11)]},
+    )  # fmt: skip
+    blocks = {key: (Block(size, "activations", key), size) for key in range(5)}
+    one, hot, cold = _add(size, (0,), (0,)), 1e-5, 1e-3
+
+    def seconds(*events):
+        return time_step([*blocks.values(), *events], profile, ranks_per_node=1).compute
+
+    assert seconds(one) == pytest.approx(cold)
+    assert seconds(one, one) == pytest.approx(cold + hot)
+    others = [_add(size, (key,), (key,)) for key in range(1, 5)]
+    assert seconds(one, *others[:1], one) == pytest.approx(2 * cold + hot)
+    assert seconds(one, *others, one) == pytest.approx(6 * cold)
+    # Memory that was just freed is used again.
+    freed, new = (blocks[0][0], -size), (Block(size, "activations", 9), size)
+    assert seconds(one, freed, new, _add(size, (9,), (9,))) == pytest.approx(cold + hot)
+    half = replace(profile, operator_efficiency=0.5)
+    events = [*blocks.values(), one, one]
+    assert time_step(events, half, ranks_per_node=1).compute == pytest.approx(cold + 2 * hot)
+
+
+def test_updates_have_a_host_time_of_their_own():
+    profile = replace(find_profile("h100"), host_s_per_operator=1e-3, host_s_per_update=1e-4)
+    computes, updates = _add(0, (), ()), _add(0, (), (), updates=True)
+    assert time_step([computes], profile, ranks_per_node=1).step == pytest.approx(1e-3)
+    assert time_step([computes, updates], profile, ranks_per_node=1).step == pytest.approx(1.1e-3)
+
+
 def replace_name(operator, name):
     return Operator(name, operator.flops, operator.moved, operator.dtype, operator.reads, operator.writes)
 
@@ -589,8 +625,10 @@ def test_what_if_says_what_was_left_out_and_may_be_best_there():
 @pytest.fixture
 def one_rank(monkeypatch):
     """Set up a world of one with fake measured rates."""
-    for name in ("_flops", "_memory_rate", "_operator_seconds"):
-        monkeypatch.setattr(measuring, name, lambda *_, **__: 1e9)
+    fakes = {"_flops": 1e9, "_memory_rate": 1e9, "_operator_seconds": (1e-5, 1e-6), "_cache_bytes": 1e6}
+    fakes["_operator_efficiency"] = 0.8
+    for name, value in fakes.items():
+        monkeypatch.setattr(measuring, name, lambda *_, value=value, **__: value)
     monkeypatch.setattr(measuring, "measure_operators", lambda *_: {"mm": [(64.0, 1e6, 1e10)]})
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield torch.device("cpu")
@@ -599,6 +637,7 @@ def one_rank(monkeypatch):
 
 def test_what_nobody_measured_is_a_data_sheets_and_said_to_be(one_rank, tmp_path, monkeypatch):
     profile = measure_rank(one_rank, hosts=["a"])
+    assert (profile.operator_efficiency, profile.cache_bytes, profile.host_s_per_update) == (0.8, 1e6, 1e-6)
     sheet = find_profile("cpu")
     assert profile.inside == Link(sheet.inside.latency_s, sheet.inside.bytes_per_s * sheet.link_efficiency)
     assert profile.between == Link(sheet.between.latency_s, sheet.between.bytes_per_s * sheet.link_efficiency)

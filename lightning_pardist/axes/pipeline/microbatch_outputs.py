@@ -42,7 +42,13 @@ from lightning_pardist.compat.metrics import (
 from lightning_pardist.compat.modules import own_buffers
 from lightning_pardist.compat.tensors import version_of
 from lightning_pardist.engines.pipeline import merge_results
-from lightning_pardist.engines.pipeline.interception import HOOKS, hooks_of, is_flag, registries_of_hooks
+from lightning_pardist.engines.pipeline.interception import (
+    HOOKS,
+    has_hooks_since,
+    is_flag,
+    next_hook,
+    remove_hooks_since,
+)
 from lightning_pardist.engines.pipeline.nested import flatten, rebuild
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
@@ -553,7 +559,7 @@ class StepOutputs:
             if key not in _REGISTRIES
         }
         metrics = {name: _freeze_metric(metric) for name, metric in self._metrics.items()}
-        return _State(attributes, metrics, hooks_of(self.module))
+        return _State(attributes, metrics, next_hook())
 
 
 #: Methods of the module that are recorded instead of executed.
@@ -563,11 +569,11 @@ _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "training", *_RE
 
 @dataclass
 class _State:
-    """Snapshot of free modules' attributes, metric states and registered hooks."""
+    """Snapshot of free modules' attributes and metric states, and the number of the next hook."""
 
     attributes: dict[tuple[str, str], _Frozen]
     metrics: dict[str, dict[str, Any]]
-    hooks: frozenset[tuple[int, int]]
+    next_hook: int
 
     def restore(self, effects: StepOutputs) -> None:
         """Restore attributes and metrics."""
@@ -577,7 +583,7 @@ class _State:
 
     def restore_attributes(self, effects: StepOutputs) -> None:
         """Restore attributes, not metrics; keep flags if hooks registered since the snapshot are still present."""
-        lasting = not hooks_of(effects.module) <= self.hooks
+        lasting = has_hooks_since(effects.module, self.next_hook)
         for name, module in effects._free.items():
             for key in [key for key in module.__dict__ if key not in _REGISTRIES]:
                 if (name, key) not in self.attributes and not (lasting and is_flag(key, module.__dict__[key])):
@@ -588,9 +594,7 @@ class _State:
 
     def remove_hooks(self, root: nn.Module) -> None:
         """Remove hooks registered since the snapshot."""
-        for registry in registries_of_hooks(root):
-            for number in [number for number in registry if (id(registry), number) not in self.hooks]:
-                del registry[number]
+        remove_hooks_since(root, self.next_hook)
 
     def compare(self, effects: StepOutputs, record: _Record) -> None:
         """Write the changes since the snapshot into a record."""
@@ -598,7 +602,7 @@ class _State:
             for key, value in module.__dict__.items():
                 if key not in _REGISTRIES:
                     _compare(self.attributes.get((name, key)), value, (name, key), record)
-        leaders = _leaders(effects.module)
+        leaders = _leaders(effects.module) if effects._metrics else {}
         for name, metric in effects._metrics.items():
             source = leaders.get(id(metric), metric)
             before = self.metrics[name]

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from lightning_pardist.compat.modules import own_buffers, own_modules
+from lightning_pardist.compat.modules import own_buffers
 from lightning_pardist.engines.common.devices import device_in_use, preserve_random_state
 from lightning_pardist.engines.common.own_generators import set_state, state_of
 
@@ -70,39 +71,47 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
         root: The module whose state a trial run may change.
     """
     restorers = [_snapshot(module) for module in root.modules()]
-    hooks = hooks_of(root)
+    begin = next_hook()
     lasting = False
     try:
         with preserve_random_state(device_in_use()):
             yield
         # Not after an exception: hooks may be left that the run would have removed.
-        lasting = not hooks_of(root) <= hooks
+        lasting = has_hooks_since(root, begin)
     finally:
         with torch.no_grad():
             for restore in restorers:
                 restore(lasting)
 
 
-def hooks_of(root: nn.Module) -> frozenset[tuple[int, int]]:
-    """Return the hooks of a module and all its submodules, as (id of the registry, hook id)."""
-    return frozenset((id(registry), number) for registry in registries_of_hooks(root) for number in registry)
+def next_hook() -> int:
+    """Return the number that the next hook gets. torch numbers hooks in the order in which they are registered."""
+    return RemovableHandle.next_id
 
 
-def registries_of_hooks(root: nn.Module) -> list[dict[int, Any]]:
-    """Return the non-empty hook registries of a module and all its submodules.
+def has_hooks_since(root: nn.Module, begin: int) -> bool:
+    """Return whether a module or a submodule has a hook with a number from ``begin`` on.
 
-    Called for every micro-batch, so it avoids ``root.modules()``, which takes as long as a layer's forward.
+    Called for every micro-batch, so it looks at modules only if hooks were registered at all.
     """
-    found, seen, left = [], {id(root)}, [root]
-    while left:
-        module = left.pop()
-        attributes = module.__dict__
-        found += [registry for name in HOOKS if (registry := attributes.get(name))]
-        for child in own_modules(module).values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                left.append(child)
-    return found
+    return begin < RemovableHandle.next_id and any(
+        number >= begin for registry in _registries_of_hooks(root) for number in registry
+    )
+
+
+def remove_hooks_since(root: nn.Module, begin: int) -> None:
+    """Remove the hooks of a module and its submodules with numbers from ``begin`` on."""
+    if begin == RemovableHandle.next_id:
+        return
+    for registry in _registries_of_hooks(root):
+        for number in [number for number in registry if number >= begin]:
+            del registry[number]
+
+
+def _registries_of_hooks(root: nn.Module) -> Iterator[dict[int, Any]]:
+    """Yield the non-empty hook registries of a module and all its submodules."""
+    for module in root.modules():
+        yield from (registry for name in HOOKS if (registry := module.__dict__.get(name)))
 
 
 def is_flag(name: str, value: Any) -> bool:
