@@ -339,6 +339,7 @@ class DistributedContext:
         if self.watchdog is not None:
             self.watchdog.stop()
             self.watchdog = None
+            children.report_to(None)
 
     def close(self) -> None:
         """End the run on this rank. Not collective: a group of several ranks lives as long as the process."""

@@ -338,6 +338,9 @@ class Children:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._known: set[int] = set()
         self._blame: Callable[[int, str, bool], bool] | None = None
+        #: Deaths after the end of a run, for the next one.
+        self._unreported: list[tuple[int, str, bool]] = []
+        self._between_runs = False
         #: Indices of children without which the job continues.
         self._lost: set[int] = set()
         #: Whether this process is ending because of an exception, which it shows itself.
@@ -367,12 +370,18 @@ class Children:
         self.end(GRACE_S)
         write_stderr(INTERRUPTED)
 
-    def report_to(self, blame: Callable[[int, str, bool], bool]) -> None:
+    def report_to(self, blame: Callable[[int, str, bool], bool] | None) -> None:
         """Set the function that is called when a child dies.
 
-        It gets the local rank, a description and whether a signal killed it, and returns whether the job continues.
+        Args:
+            blame: It gets the local rank, a description and whether a signal killed it, and returns whether the job
+                continues. None at the end of a run: children that die until the next one are reported to that.
         """
-        self._blame = blame
+        self._blame, self._between_runs = blame, blame is None
+        if blame is not None:
+            waiting, self._unreported = self._unreported, []
+            for death in waiting:
+                self._report(*death)
 
     def drop_rank(self, local_rank: int) -> None:
         """Continue without a rank of this host; its process is killed if it is still running after a grace period."""
@@ -417,10 +426,12 @@ class Children:
             return
         interrupted = process.returncode == -signal.SIGINT
         text = INTERRUPTED if interrupted else _exit_message(local_rank, process)
+        killed = process.returncode < 0 and not interrupted
+        if self._between_runs:
+            self._unreported.append((local_rank, text, killed))
+            return
         if self._blame is not None:
-            # If the rank could report by itself, its report came first and this one is ignored.
-            if self._blame(local_rank, text, process.returncode < 0 and not interrupted):
-                self._lost.add(local_rank - 1)
+            self._report(local_rank, text, killed)
             return
         # No watchdog yet: the main thread waits for a rank that will never connect.
         time.sleep(1.0)
@@ -430,6 +441,11 @@ class Children:
         write_stderr(text)
         self.end(GRACE_S)
         exit_now()
+
+    def _report(self, local_rank: int, text: str, killed: bool) -> None:
+        # If the rank could report by itself, its report came first and this one is ignored.
+        if self._blame is not None and self._blame(local_rank, text, killed):
+            self._lost.add(local_rank - 1)
 
     def _at_exit(self) -> None:
         self.end(GRACE_S if self.failing or self.interrupted else _EXIT_WAIT_S)
