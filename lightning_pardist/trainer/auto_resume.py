@@ -97,7 +97,7 @@ class AutoResume:
         connector, save, resume = checkpoint_connector(trainer), trainer.save_checkpoint, None
         noted = self._noted() if trainer.is_global_zero else _Notes()
         if self._was_started_before(noted):
-            resume = self._context.broadcast(self._newest(noted) if trainer.is_global_zero else None)
+            resume = self._newest(self._context.broadcast(noted.paths))
         elif trainer.is_global_zero and self._fs.exists(self._notes_path):
             # Left by another job of the same name.
             with suppress(OSError):
@@ -179,8 +179,26 @@ class AutoResume:
         known = bool(set(self._starters) & set(noted.starters))
         return max(count for count, _ in everyone) > 0 or bool(self._context.broadcast(known))
 
-    def _newest(self, noted: _Notes) -> str | None:
-        return next((path for path in reversed(noted.paths) if _is_complete(path)), None)
+    def _newest(self, paths: list[str]) -> str | None:
+        """Return the last of these checkpoints that is complete and unaltered. Collective over the world."""
+        return next((path for path in reversed(paths) if self._is_complete(path)), None)
+
+    def _is_complete(self, path: str) -> bool:
+        """Return whether a checkpoint of either form exists, complete and unaltered. Collective over the world."""
+        group, is_first = self._context.distributed.start_group, self._trainer.is_global_zero
+        # A folder is put in its place before other ranks look at it.
+        form, reason = self._context.broadcast(_form_of(path) if is_first else (None, None))
+        reasons = [reason]
+        if form is not None and (form == "folder" or is_first):
+            reasons = [_damage(path, form, group.rank(), group.size())]
+        if group.size() > 1:
+            everyone: list[Any] = [reasons] * group.size()
+            dist.all_gather_object(everyone, reasons, group=group)
+            reasons = [each for found in everyone for each in found]
+        found = [each for each in reasons if each is not None]
+        if any(found):
+            rank_zero_warn(f"Not continuing from {path}: {next(filter(None, found))}")
+        return form is not None and not found
 
     @property
     def _notes_path(self) -> str:
@@ -227,19 +245,33 @@ class AutoResume:
         )
 
 
-def _is_complete(path: str) -> bool:
-    """Return whether a checkpoint of either form exists, complete and unaltered."""
+def _form_of(path: str) -> tuple[str | None, str | None]:
+    """Return ``"folder"`` or ``"file"``, and None; None and what is wrong with the checkpoint if it has no form."""
     try:
         if (plain := local_path(path)) is not None:
             recover(plain)
-        if is_folder(path):
-            verify_files(path, FolderReader(path).manifest)
+        return ("folder" if is_folder(path) else "file"), None
+    except OSError as error:
+        return None, str(error)
+
+
+def _damage(path: str, form: str, share: int, shares: int) -> str | None:
+    """Return what is wrong with a checkpoint; empty if it does not exist, None if nothing is.
+
+    Args:
+        path: The checkpoint.
+        form: ``"folder"`` or ``"file"``.
+        share: Index of the share of a folder's files to verify.
+        shares: Number of shares.
+    """
+    try:
+        if form == "folder":
+            verify_files(path, FolderReader(path).manifest, share=share, shares=shares)
         else:
             verify_file(path)
     except FileNotFoundError:
         # Callbacks remove checkpoints that are not among the best.
-        return False
+        return ""
     except (OSError, DamagedCheckpointError) as error:
-        rank_zero_warn(f"Not continuing from {path}: {error}")
-        return False
-    return True
+        return str(error)
+    return None
