@@ -31,6 +31,26 @@ def distinct_elements(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements are one strided block of memory: whether it is not sparse."""
+    return local_shard(tensor).layout is torch.strided
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold a sparse tensor's indices and values; the tensor itself if it is dense."""
+    if is_dense(tensor):
+        return [local_shard(tensor)]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.detach().coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    # Of a library (mkldnn).
+    return [tensor.to_dense()]
+
+
 def set_local_shard(tensor: Tensor, part: Tensor) -> None:
     """Replace this rank's local shard of ``tensor`` by ``part``, which has the same shape."""
     if isinstance(tensor, DTensor):

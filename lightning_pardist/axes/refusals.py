@@ -37,7 +37,7 @@ def refuse_renormalized(module: nn.Module, where: str, *, fix: str = "") -> None
 
 
 def refuse_sparse_buffers(module: nn.Module, where: str) -> None:
-    """Refuse sparse buffers, for strategies that broadcast buffers. Not collective.
+    """Refuse sparse buffers, for strategies that split the module or average its buffers. Not collective.
 
     Args:
         module: The module as the user built it.
@@ -49,8 +49,9 @@ def refuse_sparse_buffers(module: nn.Module, where: str) -> None:
     for name, buffer in module.named_buffers():
         if buffer.layout is not torch.strided:
             raise ValueError(
-                f"The buffer {name!r} is sparse ({buffer.layout}), and {where} sends buffers to all ranks as dense"
-                " tensors. Register its indices and values as buffers, and make the sparse tensor from them in forward."
+                f"The buffer {name!r} is sparse ({buffer.layout}), and {where} needs dense ones. Register its indices"
+                " and values as buffers, and make the sparse tensor from them in forward; or use pardist_ddp or a ZeRO"
+                " strategy, to which a sparse buffer is a constant."
             )
 
 

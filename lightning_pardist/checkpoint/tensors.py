@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_pardist.checkpoint.chunks import Shards, shards_of, shards_of_slice
 from lightning_pardist.checkpoint.folder import FolderReader
 from lightning_pardist.compat.modules import has_load_hooks
-from lightning_pardist.local_tensors import wrap_like
+from lightning_pardist.local_tensors import is_dense, wrap_like
 
 _MODEL = "model."
 #: Checkpoint key of this package's own data, which other programs ignore.
@@ -109,14 +109,14 @@ def module_shards(state: Mapping[str, Any]) -> tuple[dict[str, Shards], dict[str
         state: ``module.state_dict()`` of this rank: plain tensors, ``DTensor``s, ``meta`` for absent ones.
 
     Returns:
-        Boxes by key; key -> key of the tensor that it shares memory with; values other than tensors, by name.
+        Boxes by key; key -> key of the tensor that it shares memory with; sparse tensors and other values, by name.
     """
     tensors: dict[str, Shards] = {}
     aliases: dict[str, str] = {}
     rest: dict[str, Any] = {}
     seen: dict[Any, str] = {}
     for name, value in state.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not is_dense(value):
             rest[name] = value
             continue
         key = _MODEL + name
@@ -306,7 +306,7 @@ def fill_module(module: nn.Module, state: FolderState, *, strict: bool = True) -
         key = state.stored_key(name)
         if key is not None:
             state.reader.read_into(key, shards_of(own[name]))
-        elif isinstance(own[name], Tensor):
+        elif isinstance(own[name], Tensor) and is_dense(own[name]):
             copy_from_full(state[name], shards_of(own[name]))
         else:
             rest[name] = state[name]

@@ -8,6 +8,7 @@ import gc
 import hashlib
 import itertools
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -184,11 +185,16 @@ def destroy_single_rank_group() -> None:
         dist.destroy_process_group()
 
 
-def verify_same_module(module: nn.Module, *, group: dist.ProcessGroup) -> None:
+def verify_same_module(module: nn.Module, *, group: dist.ProcessGroup, constants: Sequence[str] = ()) -> None:
     """Check that a module is built equally on all ranks. Collective over ``group``.
 
+    Args:
+        module: The module.
+        group: The participating ranks.
+        constants: Descriptions of other tensors that are not sent, so that they must have equal values.
+
     Raises:
-        RuntimeError: On every rank if it is not, naming the first parameter that differs from the first rank's.
+        RuntimeError: On every rank if it is not, naming the first tensor that differs from the first rank's.
     """
     if group.size() == 1:
         return
@@ -196,6 +202,7 @@ def verify_same_module(module: nn.Module, *, group: dist.ProcessGroup) -> None:
         f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
         for name, param in module.named_parameters()
     ]
+    lines += constants
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     digests: list[str] = [""] * group.size()
     dist.all_gather_object(digests, digest, group=group)
@@ -207,9 +214,9 @@ def verify_same_module(module: nn.Module, *, group: dist.ProcessGroup) -> None:
     other = next(rank for rank, found in enumerate(digests) if found != digests[0])
     here, there = everything[0], everything[other]
     index = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
-    first, second = (lines[index] if index < len(lines) else "no parameter" for lines in (here, there))
+    first, second = (lines[index] if index < len(lines) else "nothing" for lines in (here, there))
     raise RuntimeError(
-        f"The module differs between ranks: at parameter {index} rank 0 has {first!r}, rank {other} has {second!r}."
+        f"The module differs between ranks: at tensor {index} rank 0 has {first!r}, rank {other} has {second!r}."
         " Build it alike on every rank (same arguments, no choice that depends on the rank)."
     )
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pardist.axes.base import ParallelAxis, RunContext
+from lightning_pardist.axes.base import DataParallelAxis, ParallelAxis, RunContext
 from lightning_pardist.axes.refusals import (
     refuse_ddp_ignored,
     refuse_lazy,
@@ -59,7 +59,7 @@ from lightning_pardist.engines.common.update_scope import (
     known_scope,
 )
 from lightning_pardist.engines.data_engine import DataEngine
-from lightning_pardist.engines.ddp.buffers import broadcast_module
+from lightning_pardist.engines.ddp.buffers import broadcast_module, describe_sparse_buffers
 from lightning_pardist.foreign_settings import refuse_unknown
 from lightning_pardist.mesh import REST_AXES, ParallelDims, experts_beside_context
 from lightning_pardist.runtime.distributed_context import DistributedContext
@@ -570,9 +570,9 @@ class PardistStrategy(ParallelStrategy):
         if fitting and self._has_several_ranks:
             refuse_ddp_ignored(module, type(self).__name__)
         start = self.distributed.start_group
-        if start.size() > 1:
+        if start.size() > 1 and not all(isinstance(axis, DataParallelAxis) for axis in self.axes):
             refuse_sparse_buffers(module, type(self).__name__)
-        verify_same_module(module, group=start)
+        verify_same_module(module, group=start, constants=describe_sparse_buffers(module))
         if fitting and self.dims.data_parallel * self.dims.tensor_parallel > 1:
             refuse_renormalized(module, type(self).__name__)
         if not fitting:

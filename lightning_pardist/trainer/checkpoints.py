@@ -46,6 +46,7 @@ from lightning_pardist.checkpoint.tensors import (
 )
 from lightning_pardist.compat.lightning_functions import PATH, WrappingCheckpointIO
 from lightning_pardist.compat.lightning_loops import tear_down, trainer_of
+from lightning_pardist.local_tensors import is_dense
 from lightning_pardist.runtime.failed_runs import SaveRefusal
 from lightning_pardist.runtime.process_group import job_store
 from lightning_pardist.settings import one_of
@@ -325,6 +326,9 @@ class Checkpoints:
                 for index, state in enumerate(checkpoint["optimizer_states"])
             ]
         rest["state_dict"] = {}
+        if exchange.rank:
+            # Sparse buffers are equal on all ranks, and may be large.
+            extra = {name: value for name, value in extra.items() if not isinstance(value, Tensor)}
         for of_rank in reversed(exchange.gather(extra)):
             rest["state_dict"].update(of_rank)
         save.plan(exchange)
@@ -481,7 +485,8 @@ class _Staging:
         self._copies: dict[Any, Tensor] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else id(tensor)
+        stored = tensor.numel() and is_dense(tensor)
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if stored else id(tensor)
         if key not in self._copies:
             self._copies[key] = tensor.detach().to("cpu", copy=True)
         return self._copies[key]

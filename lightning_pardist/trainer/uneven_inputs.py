@@ -28,6 +28,7 @@ from lightning_pardist.compat.lightning_loops import (
     train_fetcher,
 )
 from lightning_pardist.engines.common.sync_batchnorm import synchronized_statistics
+from lightning_pardist.local_tensors import is_dense
 from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 
@@ -98,7 +99,8 @@ def discarding_side_effects(module: nn.Module) -> Generator[None, None, None]:
     """
     metrics = [ModuleSnapshot(each) for each in module.modules() if isinstance(each, Metric)]
     kept = {id(buffer) for buffer in synchronized_statistics(module)}
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if id(buffer) not in kept]
+    changing = (buffer for buffer in module.buffers() if id(buffer) not in kept and is_dense(buffer))
+    buffers = [(buffer, buffer.detach().clone()) for buffer in changing]
     yield
     for metric in metrics:
         metric.restore()

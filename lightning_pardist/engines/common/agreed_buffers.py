@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pardist.compat.modules import non_persistent_buffers
-from lightning_pardist.local_tensors import local_shard
+from lightning_pardist.local_tensors import is_dense, local_shard
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def agree_on_buffers(
     """Allocate on every rank the buffers that any rank holds. Collective over ``group``; values are not sent.
 
     A forward may register or replace buffers, and ranks may run different branches or pipeline stages. A buffer that is
-    missing on a rank, or differs there from the source in shape or dtype, is allocated uninitialized.
+    missing on a rank, or differs there from the source in shape or dtype, is allocated uninitialized. Sparse buffers
+    are not among them: strategies verify that they are equal.
 
     Args:
         module: The same on every rank except for its buffers. A buffer on ``meta`` counts as missing, and stays on
@@ -59,7 +60,8 @@ def agree_on_buffers(
     Returns:
         All buffers, in the same order on all ranks.
     """
-    own = dict(module.named_buffers(remove_duplicate=False))
+    buffers = module.named_buffers(remove_duplicate=False)
+    own = {name: buffer for name, buffer in buffers if is_dense(buffer)}
     described = {name: _describe(module, name, buffer) for name, buffer in own.items() if not buffer.is_meta}
     if _all_same(described, group):
         return [AgreedBuffer(name, source_of(name), own[name], True) for name in described]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_pardist.compat.dtensor import local_tensor_of
+from lightning_pardist.local_tensors import dense_parts
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ def held_bytes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer], *,
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of ``tensors``; for a DTensor, that of its local part."""
     found: dict[tuple[torch.device, int], int] = {}
-    for tensor in tensors:
-        local = local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor
+    for local in itertools.chain.from_iterable(map(dense_parts, tensors)):
         if local.is_meta:
             continue
         storage = local.untyped_storage()

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pardist.collectives import as_bytes, collective_device
 from lightning_pardist.compat.modules import own_buffers, own_parameters
-from lightning_pardist.local_tensors import distinct_elements, local_shard
+from lightning_pardist.local_tensors import distinct_elements, is_dense, local_shard
 
 #: Small tensors are broadcast together, up to this many bytes.
 BROADCAST_BYTES = 16 * 2**20
@@ -25,7 +25,10 @@ def sync_from_first_rank(tensors: Sequence[torch.Tensor], groups: Sequence[dist.
         tensors: Tensors of the same shapes, dtypes and device types on every rank (layers created in
             ``configure_model`` are on the device already); not on ``meta``. For DTensors, the local parts are sent.
         groups: Process groups of the mesh axes, outermost first.
+
+    Sparse tensors are skipped: strategies verify that they are equal.
     """
+    tensors = [tensor for tensor in tensors if is_dense(tensor)]
     with torch.no_grad():
         for group in groups:
             source = dist.get_global_rank(group, 0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.modules import NormBase
 from lightning_pardist.compat.tensors import version_of
 from lightning_pardist.engines.common.agreed_buffers import AgreedBuffer, agree_on_buffers
-from lightning_pardist.local_tensors import distinct_elements, local_shard
+from lightning_pardist.local_tensors import dense_parts, distinct_elements, is_dense, local_shard
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -26,7 +27,7 @@ class BufferSync:
     of normalisation layers are not read in training, so they are sent before evaluation and before a checkpoint.
     Constants (causal masks, position ids) are sent once, at the start. The remaining buffers, which a step changes and
     a later step may read, are sent before every training step. The set of changing buffers is observed during the first
-    step and synchronised across ranks; :meth:`observe` repeats this.
+    step and synchronised across ranks; :meth:`observe` repeats this. Sparse buffers are constants.
 
     Args:
         module: The module whose buffers are synchronised.
@@ -44,6 +45,8 @@ class BufferSync:
         self.differing: list[str] = []
         self._live: list[str] = []
         self._versions: dict[str, tuple[int, int]] | None = None
+        self._sparse = set(describe_sparse_buffers(module))
+        self._sparse_seen: list[tuple[str, tuple[int, int], bool]] = []
         if self.group.size() > 1:
             self._versions = self._current_versions()
 
@@ -59,7 +62,12 @@ class BufferSync:
             broadcast_tensors([named[name] for name in self._live if name in named], group=self.group)
 
     def after_training_step(self) -> None:
-        """Synchronise the set of changing buffers, if the step was observed. Collective over the group then."""
+        """Synchronise the set of changing buffers, if the step was observed. Collective over the group then.
+
+        Raises:
+            ValueError: If a sparse buffer has changed.
+        """
+        self._refuse_changed_sparse()
         if self._versions is None:
             return
         before, self._versions = self._versions, None
@@ -79,7 +87,6 @@ class BufferSync:
 
     def _find_differing(self, buffers: list[AgreedBuffer]) -> list[str]:
         """Return the names of buffers whose values differ between ranks. Collective over the group if there are any."""
-        buffers = [each for each in buffers if local_shard(each.tensor).layout is torch.strided]
         numbers = [local_shard(each.tensor).detach() for each in buffers]
         if not numbers:
             return []
@@ -95,11 +102,27 @@ class BufferSync:
             self._send(agree_on_buffers(self.module, group=self.group))
 
     def _current_versions(self) -> dict[str, tuple[int, int]]:
-        return {
-            name: (id(buffer), version_of(local_shard(buffer)))
-            for name, buffer in self.module.named_buffers(remove_duplicate=False)
-            if id(buffer) not in self._statistics
-        }
+        return {name: seen for name, seen, dense in self._seen() if dense and seen[0] not in self._statistics}
+
+    def _seen(self) -> Iterator[tuple[str, tuple[int, int], bool]]:
+        """Yield names of buffers, their identities and versions, and whether they are dense."""
+        for name, buffer in self.module.named_buffers(remove_duplicate=False):
+            yield name, (id(buffer), version_of(local_shard(buffer))), is_dense(buffer)
+
+    def _refuse_changed_sparse(self) -> None:
+        if self.group.size() == 1 or not self._sparse:
+            return
+        # Trials restore buffers by copies, so that versions change and values do not.
+        seen = [each for each in self._seen() if not each[2]]
+        if seen == self._sparse_seen:
+            return
+        self._sparse_seen = seen
+        if changed := [each for each in describe_sparse_buffers(self.module) if each not in self._sparse]:
+            raise ValueError(
+                f"The sparse buffer {changed[0].split()[0]!r} has changed in training, and only dense buffers are sent"
+                " to other ranks. Register its indices and values as buffers, and make the sparse tensor from them in"
+                " forward; or set broadcast_buffers=False if every rank changes it alike."
+            )
 
     def _send(self, agreed: Iterable[AgreedBuffer]) -> None:
         by_source: dict[int, list[Tensor]] = {}
@@ -107,6 +130,22 @@ class BufferSync:
             by_source.setdefault(each.source, []).append(each.tensor)
         for source, tensors in sorted(by_source.items()):
             broadcast_tensors(tensors, group=self.group, group_src=source)
+
+
+def describe_sparse_buffers(module: nn.Module) -> list[str]:
+    """Return name, shape, dtype, layout and checksum of each sparse buffer. Not collective."""
+    return [
+        f"{name} {tuple(buffer.shape)} {buffer.dtype} {buffer.layout} with the checksum {_checksum(buffer)}"
+        for name, buffer in module.named_buffers()
+        if not is_dense(buffer) and not buffer.is_meta
+    ]
+
+
+def _checksum(tensor: Tensor) -> str:
+    digest = hashlib.sha256()
+    for part in dense_parts(tensor):
+        digest.update(as_bytes(part.cpu().contiguous()).numpy().data)
+    return digest.hexdigest()[:8]
 
 
 def _fingerprint(values: Tensor) -> Tensor:
@@ -133,10 +172,12 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup, gr
     """Overwrite ``tensors`` with those of one rank, in large flat messages. Collective over ``group``.
 
     Args:
-        tensors: Tensors of the same number, shapes and dtypes on every rank; for DTensors, the local parts.
+        tensors: Tensors of the same number, shapes and dtypes on every rank; for DTensors, the local parts. Sparse
+            ones are skipped: strategies verify that they are equal.
         group: The participating ranks.
         group_src: The rank in ``group`` whose values are broadcast.
     """
+    tensors = (tensor for tensor in tensors if is_dense(tensor))
     _exchange_flattened(tensors, lambda flat: dist.broadcast(as_bytes(flat), group_src=group_src, group=group))
 
 
