@@ -129,6 +129,9 @@ class DeviceProfile:
             raise ProfileError(f"The device profile {path} is not JSON: {error}.") from None
         if not isinstance(content, dict):
             raise ProfileError(f"The device profile {path} is a {type(content).__name__}, not an object of settings.")
+        if "host_s_per_operator" in content:
+            # Profiles may have one host time for all operators.
+            content.setdefault("host_s_per_update", content["host_s_per_operator"])
         known = {each.name for each in fields(cls)}
         needed = ("name", "memory_bytes", "flops", "bytes_per_s", "inside", "between")
         if missing := [name for name in needed if name not in content]:
