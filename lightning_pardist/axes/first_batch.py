@@ -6,7 +6,6 @@ import hashlib
 import pickle
 import re
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.engines.pipeline.nested import flatten, map_leaves, named_children, tensors_in
+from lightning_pardist.local_tensors import dense_parts
 
 #: Number of elements of a tensor or array that are read, at most twice as many.
 _ELEMENTS = 1024
-#: Index tensors of each sparse layout.
-_INDICES = {
-    torch.sparse_csr: ("crow_indices", "col_indices"),
-    torch.sparse_bsr: ("crow_indices", "col_indices"),
-    torch.sparse_csc: ("ccol_indices", "row_indices"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices"),
-}
 
 
 def batch_checksum(batch: Any, *, reads_accelerators: bool = True) -> int:
@@ -43,9 +36,10 @@ def batch_checksum(batch: Any, *, reads_accelerators: bool = True) -> int:
     digest = hashlib.blake2b(digest_size=7)
     for leaf in flatten(batch)[0]:
         if isinstance(leaf, Tensor):
+            leaf = _plain(leaf)
             digest.update(repr(((), leaf.dtype) if leaf.is_nested else (tuple(leaf.shape), leaf.dtype)).encode())
             if reads_accelerators or leaf.device.type == "cpu":
-                for part in _strided_parts(leaf.detach()):
+                for part in leaf.detach().unbind() if leaf.is_nested else dense_parts(leaf.detach()):
                     digest.update(repr(tuple(part.shape)).encode())
                     sample = part.reshape(-1)[:: max(1, part.numel() // _ELEMENTS)].contiguous().cpu()
                     digest.update(sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b"")
@@ -57,17 +51,11 @@ def batch_checksum(batch: Any, *, reads_accelerators: bool = True) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def _strided_parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Return the strided tensors that hold a tensor's elements and their places; empty for unknown layouts."""
-    if tensor.is_nested:
-        return tensor.unbind()
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return tensor.indices(), tensor.values()
-    names = _INDICES.get(tensor.layout, ())
-    return [getattr(tensor, name)() for name in (*names, "values")] if names else ()
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor without the methods of its subclass, unless that implements operators (``DTensor``)."""
+    if type(tensor) is Tensor or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    return Tensor.as_subclass(tensor, Tensor)
 
 
 def _content(value: Any) -> bytes:

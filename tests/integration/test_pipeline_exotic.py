@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pardist import PipelineStrategy
+from lightning_pardist.engines.pipeline import CannotPipelineError
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -390,3 +391,40 @@ def test_steps_that_mean_one_whole_batch_are_refused():
         run_ranks(2, _fit, FollowsInStep, "pardist_pp", 2)
     with pytest.raises(RankFailed, match=r"runs on a batch and fails on a micro-batch .*num_microbatches"):
         run_ranks(2, _fit, WholeBatch, PipelineStrategy(num_microbatches=4), 2)
+
+
+class _Labelled(torch.Tensor):
+    """Tensor whose rows can be selected by name; a plain subclass, as applications define it."""
+
+    def named(self, names):
+        rows = [self.names_.index(name) for name in names]
+        return _Labelled(self.as_subclass(torch.Tensor)[rows])
+
+
+class _OfLabelled(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        points = batch[0].as_subclass(_Labelled)
+        points.names_ = list("abcdefgh"[: len(points)])
+        return self.second(self.first(points.named("ab").as_subclass(torch.Tensor)).relu()).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit_labelled(name):
+    trainer = pl.Trainer(
+        strategy=name, accelerator="cpu", devices=2, max_steps=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(CannotPipelineError, match=r"^The step makes tensors of a class of its own"):
+        trainer.fit(_OfLabelled(), DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=8))
+    return True
+
+
+@pytest.mark.parametrize("name", ["pardist_pp", "pardist_mp"])
+def test_steps_that_make_tensors_of_a_subclass_are_refused(name):
+    assert all(run_ranks(2, _fit_labelled, name))

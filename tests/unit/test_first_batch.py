@@ -15,6 +15,13 @@ def _sparse(value: float) -> torch.Tensor:
     return torch.eye(3).mul(value).to_sparse()
 
 
+class Labelled(torch.Tensor):
+    """Tensor whose columns have names, so that its shape cannot change (PINA)."""
+
+    def reshape(self, *shape: int) -> torch.Tensor:
+        raise ValueError("The number of labels does not match the shape.")
+
+
 BATCHES: dict[str, Callable[[float], Any]] = {
     "tensor": lambda value: (torch.full((3, 2), value), torch.zeros(3)),
     "shape": lambda value: torch.zeros(int(value), 2),
@@ -26,6 +33,7 @@ BATCHES: dict[str, Callable[[float], Any]] = {
     "sparse rows": lambda value: [_sparse(value).to_sparse_csr()],
     "nested": lambda value: torch.nested.nested_tensor([torch.ones(2), torch.full((3,), value)]),
     "jagged": lambda value: torch.nested.nested_tensor([torch.ones(2), torch.ones(3) * value], layout=torch.jagged),
+    "subclass": lambda value: {"points": torch.full((3, 2), value).as_subclass(Labelled)},
     "set": lambda value: {str(value), "b", "c"},
 }
 

@@ -35,6 +35,8 @@ from lightning_pardist.engines.pipeline.source_tracking import ReadWatcher, Sour
 
 Step = Callable[[Any], Any]
 _MAX_RUNS = 6
+#: Part of torch's message if a subclass takes the result of an operator that a mode observes.
+_NEW_SUBCLASS = "Creating a new Tensor subclass"
 
 
 def record_step(
@@ -64,7 +66,8 @@ def record_step(
         The record, plain data for :func:`~.stage_plan.plan_stages`.
 
     Raises:
-        CannotPipelineError: If a unit runs inside reentrant activation checkpointing, where it has no autograd graph.
+        CannotPipelineError: If a unit runs inside reentrant activation checkpointing, where it has no autograd graph,
+            or the step makes tensors of a subclass from results of operators.
     """
     grain = Grain.around(unsplittable_modules)
     for _ in range(_MAX_RUNS):
@@ -157,8 +160,16 @@ class _Recording:
         given, before = fresh_copy(batch), dict(self.root.named_buffers())
         self.tracker.note_batch(tensors_in(given))
         self.lengths = {each.shape[0] for each in tensors_in(given) if each.dim()}
-        with intercepted(self.units, self._call), ReadWatcher(self.tracker), self.tracker:
-            result = step(given)
+        try:
+            with intercepted(self.units, self._call), ReadWatcher(self.tracker), self.tracker:
+                result = step(given)
+        except RuntimeError as error:
+            if _NEW_SUBCLASS not in str(error):
+                raise
+            raise CannotPipelineError(
+                f"The step makes tensors of a class of its own, whose operators cannot be recorded ({error}).",
+                ("pardist_ddp", "pardist_zero3", "pardist_tp"),
+            ) from error
         if grad:
             self._refuse_reentrant_checkpoints()
         loss = loss_of(result)
