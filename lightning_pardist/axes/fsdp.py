@@ -425,7 +425,13 @@ class FSDPAxis(DataParallelAxis):
         if self._sharded is None:
             return ""
         together = "".join(f"\nExperts of {name}: gathered with it, all of them." for name in self._callers)
-        plan = "\n".join(filter(None, [str(self._sharded) + together, self.compression.describe()]))
+        mesh, alone = self.context.distributed.meshes.shard, ""
+        if mesh.size(mesh.ndim - 1) == 1 and self.offload.settings is None:
+            alone = (
+                "One rank holds every shard: gathers take time here and save no memory."
+                ' Use pardist_ddp (data_parallel="ddp") for the same numbers in less time.'
+            )
+        plan = "\n".join(filter(None, [str(self._sharded) + together, self.compression.describe(), alone]))
         runs = self.context.passes_per_step
         if runs == 1:
             return plan

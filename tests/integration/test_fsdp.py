@@ -576,6 +576,22 @@ def test_units_by_class_name():
         assert_close(weights, snapshot(expected))
 
 
+class _Description(pl.Callback):
+    """Records how the strategy describes itself during training."""
+
+    text = ""
+
+    def on_train_start(self, trainer, pl_module):
+        self.text = trainer.strategy.describe()
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_one_rank_is_told_that_sharding_saves_nothing(offload):
+    description = _Description()
+    fit(Classifier, sharded(offload=offload), 1, 1, callbacks=[description])
+    assert ("One rank holds every shard" in description.text) == (offload is None)
+
+
 # --- layers in tiles -------------------------------------------------------------------------------------------------
 
 
