@@ -158,7 +158,7 @@ _NOTING_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
-def report_scalar_casts(floored: _Note, cast: _Note) -> Iterator[None]:
+def report_scalar_casts(floored: _Note, cast: _Note, *, with_masks: bool = False) -> Iterator[None]:
     """Return a context that reports clamps and casts of zero-dim tensors without gradient, in eager code.
 
     It is process-wide: of several active contexts, the callbacks of the first one are used.
@@ -166,12 +166,15 @@ def report_scalar_casts(floored: _Note, cast: _Note) -> Iterator[None]:
     Args:
         floored: Called with the clamped tensor and the result.
         cast: Called with the tensor that was cast and the result.
+        with_masks: Whether casts of boolean tensors of any dim are reported as well.
     """
 
     def noting(function: Callable[..., Any], note: _Note, *, in_place: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             first = args[0] if args else None
-            if type(first) is not torch.Tensor or first.dim() or first.requires_grad or torch.compiler.is_compiling():
+            if type(first) is not torch.Tensor or first.requires_grad or torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            if first.dim() and not (with_masks and note is cast and first.dtype == torch.bool):
                 return function(*args, **kwargs)
             before = first.clone() if in_place else first
             result = function(*args, **kwargs)
@@ -185,7 +188,8 @@ def report_scalar_casts(floored: _Note, cast: _Note) -> Iterator[None]:
         if not _NOTING_USERS:
             for names, note in ((_FLOORS, floored), (_CASTS, cast)):
                 for name in names:
-                    _replace_floor_or_cast(name, functools.partial(noting, note=note, in_place=name.endswith("_")))
+                    wrap = functools.partial(noting, note=note, in_place=name.endswith("_"))
+                    _replace(name, wrap, _NOTING, of_torch=names is _FLOORS)
         _NOTING_USERS.append(floored)
     try:
         yield
@@ -196,19 +200,108 @@ def report_scalar_casts(floored: _Note, cast: _Note) -> Iterator[None]:
                 _NOTING.close()
 
 
-def _replace_floor_or_cast(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+#: Functions of tensors that count or average, and losses that average by default.
+_REDUCTIONS = ("mean", "sum", "count_nonzero", "div", "true_divide")
+_LOSSES = (
+    "cross_entropy",
+    "nll_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+)
+#: Exit stack that undoes the changes of :func:`report_reductions`, and the callbacks by thread.
+_REDUCING = contextlib.ExitStack()
+_REDUCING_USERS: dict[int, Callable[..., None]] = {}
+
+
+@contextlib.contextmanager
+def report_reductions(note: Callable[..., None]) -> Iterator[None]:
+    """Return a context that reports calls of this thread that reduce tensors to one number, in eager code.
+
+    Functions are found under their names in ``torch``, ``torch.Tensor`` and ``torch.nn.functional``: a function that
+    was imported by name before is not seen.
+
+    Args:
+        note: Called with the name (``"div"`` for the operator, too), the arguments, the keyword arguments and the
+            result of a call that returns a plain tensor without dims.
+    """
+
+    def noting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            user = _REDUCING_USERS.get(threading.get_ident())
+            if user is None or type(result) is not torch.Tensor or result.dim() or torch.compiler.is_compiling():
+                return result
+            user(name, args, kwargs, result)
+            return result
+
+        return functools.wraps(function)(call)
+
+    thread = threading.get_ident()
+    with _NOTING_LOCK:
+        outer = _REDUCING_USERS.get(thread)
+        if not _REDUCING_USERS:
+            for name in _REDUCTIONS:
+                _replace(name, functools.partial(noting, name=name), _REDUCING, of_torch=True)
+            _replace("__truediv__", functools.partial(noting, name="div"), _REDUCING, of_torch=False)
+            for name in _LOSSES:
+                _replace_in(torch.nn.functional, name, functools.partial(noting, name=name), _REDUCING)
+        _REDUCING_USERS[thread] = note
+    try:
+        yield
+    finally:
+        with _NOTING_LOCK:
+            if outer is None:
+                del _REDUCING_USERS[thread]
+            else:
+                _REDUCING_USERS[thread] = outer
+            if not _REDUCING_USERS:
+                _REDUCING.close()
+
+
+@contextlib.contextmanager
+def original_reductions() -> Iterator[None]:
+    """Return a context in which ``torch.mean`` and ``torch.sum`` are torch's own: Lightning's ``log`` compares them."""
+    replaced = {name: function for name in ("mean", "sum") if hasattr(function := getattr(torch, name), "__wrapped__")}
+    for name, function in replaced.items():
+        setattr(torch, name, function.__wrapped__)
+    try:
+        yield
+    finally:
+        for name, function in replaced.items():
+            setattr(torch, name, function)
+
+
+def _replace(
+    name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo: contextlib.ExitStack, *, of_torch: bool
+) -> None:
+    """Replace a method of tensors, and the function of the same name in ``torch`` if there is one."""
     # The originals are methods of a C base class; deleting the attribute restores them.
+    before = torch.Tensor.__dict__.get(name)
     setattr(torch.Tensor, name, wrap(getattr(torch.Tensor, name)))
-    _NOTING.callback(delattr, torch.Tensor, name)
-    if name in _FLOORS and hasattr(torch, name):
-        before = getattr(torch, name)
-        after = wrap(before)
-        setattr(torch, name, after)
-        _NOTING.callback(setattr, torch, name, before)
-        # TorchScript has to recognise the replacement as well.
-        scripted = torch.jit._builtins._get_builtin_table()
-        scripted[id(after)] = scripted.get(id(before))
-        _NOTING.callback(scripted.pop, id(after), None)
+    if before is None:
+        undo.callback(delattr, torch.Tensor, name)
+    else:
+        undo.callback(setattr, torch.Tensor, name, before)
+    if of_torch and hasattr(torch, name):
+        _replace_in(torch, name, wrap, undo)
+
+
+def _replace_in(
+    module: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo: contextlib.ExitStack
+) -> None:
+    before = getattr(module, name)
+    after = wrap(before)
+    setattr(module, name, after)
+    undo.callback(setattr, module, name, before)
+    # TorchScript has to recognise the replacement as well.
+    scripted = torch.jit._builtins._get_builtin_table()
+    if id(before) in scripted:
+        scripted[id(after)] = scripted[id(before)]
+        undo.callback(scripted.pop, id(after), None)
 
 
 def _is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:

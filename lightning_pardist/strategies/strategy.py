@@ -757,11 +757,13 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run_step(super().validation_step, *args, **kwargs)
+        with self.data_duties.evaluation_step():
+            return self.run_step(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run_step(super().test_step, *args, **kwargs)
+        with self.data_duties.evaluation_step():
+            return self.run_step(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -773,7 +775,7 @@ class PardistStrategy(ParallelStrategy):
         self.data_duties.synchronize_buffers()
 
     def _start_evaluation(self) -> None:
-        self.data_duties.normalized_batch.counts = True
+        self.data_duties.start_evaluation()
         for axis in self.axes:
             axis.start_evaluation()
 

@@ -22,6 +22,7 @@ from lightning_pardist.engines.ddp import BufferSync
 from lightning_pardist.engines.ddp.set_parameters import SetParameters, cast_parameter, differing_values
 from lightning_pardist.engines.pipeline import BatchCut
 from lightning_pardist.trainer.batch_figures import BatchFigures, figures_of_ranks
+from lightning_pardist.trainer.evaluated_means import EvaluatedMeans
 from lightning_pardist.trainer.evaluation import ExactEvaluation
 from lightning_pardist.trainer.layer_sync import WatchedBatchNorms
 from lightning_pardist.trainer.logged_results import EpochResults, no_sync_advice
@@ -72,6 +73,7 @@ class DataParallelDuties:
         self._looks_for_mixing = self._looks_for_figures = False
         self._batch_norms: WatchedBatchNorms | None = None
         self._mixing: SampleMixing | None = None
+        self._means: EvaluatedMeans | None = None
         self._has_warned = self._watches_parameters = self._is_first = False
         #: Fingerprint of the random number state before hooks received the first batch.
         self._drawn_before: int | None = None
@@ -143,13 +145,20 @@ class DataParallelDuties:
         self._attached.attach(self.evaluation)
         context.own_batch_counts = self.evaluation.own_batch_counts
         if self.sync_metrics:
-            self._attached.attach(EpochResults(trainer, group=group, before=context.before_collective))
+            # Of ranks that compute a batch together, some may not see what a mean divides by. Patches of functions
+            # would be traced into compiled code.
+            alone = context.dims.batch_size == context.distributed.world_size
+            if alone and not any(map(is_closed, module.modules())):
+                self._means = EvaluatedMeans(trainer)
+                self._attached.attach(self._means)
+            results = EpochResults(trainer, group=group, before=context.before_collective, means=self._means)
+            self._attached.attach(results)
 
     def detach(self) -> None:
         """Detach after the run. Not collective."""
         self._first_batch.detach()
         self._attached.detach()
-        self.context.batch_counts = self._mixing = self._batch_norms = None
+        self.context.batch_counts = self._mixing = self._batch_norms = self._means = None
         self.evaluation = self._buffers = self.loss_weights = self.even_steps = self.context.own_batch_counts = None
 
     def _join_without_samples(self) -> None:
@@ -158,6 +167,18 @@ class DataParallelDuties:
             axis.start_evaluation()
         for axis in self.context.axes:
             axis.end_evaluation()
+
+    # --- evaluation -----------------------------------------------------------------------------------------------
+
+    def start_evaluation(self) -> None:
+        """Begin an evaluation. Not collective."""
+        self.normalized_batch.counts = True
+        if self._means is not None:
+            self._means.start()
+
+    def evaluation_step(self) -> AbstractContextManager[None]:
+        """Context of a validation or test step. Not collective."""
+        return nullcontext() if self._means is None else self._means.step()
 
     # --- checks of the first step ---------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from lightning_pardist.compat.lightning_loops import (
     wants_sync,
 )
 from lightning_pardist.compat.metrics import computed_of, set_computed, set_update_count
+from lightning_pardist.trainer.evaluated_means import BatchMean, EvaluatedMeans, mean_of_ranks
 from lightning_pardist.trainer.patch_stack import Patch
 
 
@@ -45,12 +46,14 @@ class _Share:
         sync_dist: Whether it was logged with ``sync_dist=True``.
         value: This rank's accumulated value; None for a torchmetrics object.
         weight: Number of samples in a mean.
+        batches: Means by number of the batch, if what they divide by is known.
     """
 
     meta: LogMetadata
     sync_dist: bool
     value: float | None
     weight: float = 1.0
+    batches: dict[int, BatchMean] | None = None
 
 
 #: (metric's name, state's name) -> (shape of an element, dtype)
@@ -69,10 +72,19 @@ class EpochResults:
         trainer: Trainer whose results are combined.
         group: Process group of the data axis.
         before: Called before each collective.
+        means: Means that evaluation logs, with what they divide by; None to weigh all by samples.
     """
 
-    def __init__(self, trainer: Trainer, *, group: dist.ProcessGroup, before: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        group: dist.ProcessGroup,
+        before: Callable[[], None],
+        means: EvaluatedMeans | None = None,
+    ) -> None:
         self.group = group
+        self._means = means
         self._announce = before
         self._trainer = trainer
         self._connector: Any = logger_connector(trainer)
@@ -113,7 +125,7 @@ class EpochResults:
         if results is None:
             return
         self._announce()
-        shares = {key: _share(item) for key, item in results.valid_items() if _wants_combining(item)}
+        shares = {key: self._share(key, item) for key, item in results.valid_items() if _wants_combining(item)}
         module = self._trainer.lightning_module
         gathered: list[tuple[dict[str, _Share], _Layouts]] = [({}, {}) for _ in range(self.group.size())]
         dist.all_gather_object(gathered, (shares, _list_states(module)), group=self.group)
@@ -127,6 +139,15 @@ class EpochResults:
                 self._compute_metric(results, key, parts[0])
             else:
                 self._set(results, key, parts)
+
+    def _share(self, key: str, item: LoggedMetric) -> _Share:
+        meta = dataclasses.replace(item.meta, _sync=None)
+        if not item.is_tensor:
+            return _Share(meta, item.meta.sync.should, None)
+        # Python floats are float64, so no precision is lost.
+        weight = float(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1.0
+        batches = None if self._means is None else self._means.of(key, weight)
+        return _Share(meta, item.meta.sync.should, float(item.value), weight, batches)
 
     def _compute_metric(self, results: LoggedMetrics, key: str, share: _Share) -> None:
         item = results.get(key)
@@ -218,17 +239,11 @@ def _fill_empty_states(module: nn.Module, layouts: _Layouts) -> None:
             setattr(metric, state, [torch.empty((0, *shape), dtype=dtype, device=metric.device)])
 
 
-def _share(item: LoggedMetric) -> _Share:
-    meta = dataclasses.replace(item.meta, _sync=None)
-    if not item.is_tensor:
-        return _Share(meta, item.meta.sync.should, None)
-    # Python floats are float64, so no precision is lost.
-    weight = float(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1.0
-    return _Share(meta, item.meta.sync.should, float(item.value), weight)
-
-
 def _merge(meta: LogMetadata, parts: list[_Share]) -> float:
     values = [share.value for share in parts if share.value is not None]
+    batches = [share.batches for share in parts if share.batches is not None]
+    if meta.is_mean_reduction and len(batches) == len(parts):
+        return mean_of_ranks(batches)
     if meta.is_mean_reduction:
         total = sum(share.weight for share in parts)
         return sum(values) / total if total else float("nan")

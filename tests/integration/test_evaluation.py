@@ -7,6 +7,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.utilities import CombinedLoader
@@ -219,6 +220,60 @@ def test_combined_loader():
     want = _together("auto", 1)
     for got in run_ranks(2, _together):
         assert_close(got, want)
+
+
+class Counted(pl.LightningModule):
+    """Logs means whose divisors differ from batch to batch: labels that count, their weights, selected elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 2.0, 0.5]), label_smoothing=0.1)
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        x, y = batch
+        scores, counts = self.layer(x), y >= 0
+        losses = F.cross_entropy(scores, y, reduction="none")
+        self.log("ignoring", F.cross_entropy(scores, y))
+        self.log("number", F.cross_entropy(scores, y).item(), sync_dist=True)
+        self.log("weighted", self.weighted(scores, y), on_step=True, on_epoch=True)
+        self.log("masked", (losses * counts).sum() / counts.sum().clamp(min=1))
+        self.log("by_function", torch.div(torch.sum(losses), torch.count_nonzero(counts).float()))
+        self.log("accuracy", (scores.argmax(-1) == y)[counts].float().mean())
+        self.log("selected", F.mse_loss(scores[counts], torch.ones_like(scores[counts])))
+        self.log("plain", scores.square().mean())
+        self.log_dict({"half": F.l1_loss(x, -x).detach(), "once": scores.mean()})
+        return F.cross_entropy(scores, y)
+
+    def on_test_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.log("in_hook", outputs)
+
+
+def _counted_labels(length, seed):
+    x, _ = _dataset(length, seed).tensors
+    y = torch.randint(-1, 4, (length,), generator=torch.Generator().manual_seed(seed))
+    # Of the first batch, one rank's labels are all ignored; of the last one, only one counts.
+    y[:8:2], y[-6:], y[-7] = -1, -1, 2
+    return TensorDataset(x, torch.where(y < 0, -100, y))
+
+
+def _counted(strategy="pardist_ddp", devices=2, batch_size=4):
+    torch.manual_seed(0)
+    loaders = [DataLoader(_counted_labels(length, seed), batch_size) for length, seed in ((40, 3), (23, 4))]
+    trainer = quiet_trainer(strategy=strategy, devices=devices)
+    (first, second) = trainer.test(Counted(), loaders, verbose=False)
+    return first | second
+
+
+@pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero3"])
+def test_means_count_what_they_average(strategy):
+    one = _counted("auto", 1, 8)
+    for logged in run_ranks(2, _counted, strategy):
+        assert logged.keys() == one.keys()
+        for key, value in one.items():
+            torch.testing.assert_close(
+                logged[key], value, rtol=1e-6, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}"
+            )
 
 
 def _predict(size, strategy="pardist_ddp", devices=2):
