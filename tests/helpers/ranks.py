@@ -8,6 +8,7 @@ threads discards the pool: one test cannot affect the next.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import os
 import pickle
@@ -193,6 +194,8 @@ def _leave_with(parent: int) -> None:
 
 
 def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> None:
+    # A rank that native code ends (SIGABRT, SIGSEGV) shows the stack of each thread.
+    faulthandler.enable(all_threads=True)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
