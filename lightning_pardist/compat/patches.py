@@ -200,11 +200,11 @@ def report_scalar_casts(floored: _Note, cast: _Note, *, with_masks: bool = False
                 _NOTING.close()
 
 
-#: Functions of tensors that count or average, and losses that average by default.
+#: Functions of tensors that count or average.
 _REDUCTIONS = ("mean", "sum", "count_nonzero", "div", "true_divide")
-_LOSSES = (
-    "cross_entropy",
-    "nll_loss",
+#: Losses of ``torch.nn.functional`` that average by default, over labels or over elements.
+LABEL_LOSSES = ("cross_entropy", "nll_loss")
+ELEMENT_LOSSES = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
     "mse_loss",
@@ -247,7 +247,7 @@ def report_reductions(note: Callable[..., None]) -> Iterator[None]:
             for name in _REDUCTIONS:
                 _replace(name, functools.partial(noting, name=name), _REDUCING, of_torch=True)
             _replace("__truediv__", functools.partial(noting, name="div"), _REDUCING, of_torch=False)
-            for name in _LOSSES:
+            for name in (*LABEL_LOSSES, *ELEMENT_LOSSES):
                 _replace_in(torch.nn.functional, name, functools.partial(noting, name=name), _REDUCING)
         _REDUCING_USERS[thread] = note
     try:

@@ -19,19 +19,8 @@ from torch import Tensor
 
 from lightning_pardist.compat import patches
 
-_LABELLED = {"cross_entropy": inspect.signature(F.cross_entropy), "nll_loss": inspect.signature(F.nll_loss)}
-#: Losses of ``torch.nn.functional`` that average over all elements of their input.
-_ELEMENTWISE = {
-    name: inspect.signature(getattr(F, name))
-    for name in (
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "mse_loss",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-    )
-}
+_LABELLED = {name: inspect.signature(getattr(F, name)) for name in patches.LABEL_LOSSES}
+_ELEMENTWISE = {name: inspect.signature(getattr(F, name)) for name in patches.ELEMENT_LOSSES}
 
 Count = Tensor | int
 
