@@ -150,52 +150,57 @@ def keep_unchanged_parameters() -> Iterator[None]:
 #: Functions that bound a number from below.
 _FLOORS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum")
 _CASTS = ("float", "double", "to", "type", "type_as")
+_FLOOR, _CAST, _MASK = range(3)
 _Note = Callable[[torch.Tensor, torch.Tensor], None]
-#: Exit stack that undoes the changes of :func:`report_scalar_casts`, and the contexts that are active.
+#: Exit stack that undoes the changes of :func:`report_scalar_casts`, and the callbacks of the active contexts: for
+#: floors, for casts, and for casts of masks.
 _NOTING = contextlib.ExitStack()
-_NOTING_USERS: list[_Note] = []
+_NOTING_USERS: list[tuple[_Note, _Note, _Note | None]] = []
 _NOTING_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
-def report_scalar_casts(floored: _Note, cast: _Note, *, with_masks: bool = False) -> Iterator[None]:
+def report_scalar_casts(floored: _Note, cast: _Note, *, mask: _Note | None = None) -> Iterator[None]:
     """Return a context that reports clamps and casts of zero-dim tensors without gradient, in eager code.
 
-    It is process-wide: of several active contexts, the callbacks of the first one are used.
+    It is process-wide: each active context is told of all threads' calls.
 
     Args:
         floored: Called with the clamped tensor and the result.
         cast: Called with the tensor that was cast and the result.
-        with_masks: Whether casts of boolean tensors of any dim are reported as well.
+        mask: Called with a boolean tensor that has dims and was cast, and the result.
     """
 
-    def noting(function: Callable[..., Any], note: _Note, *, in_place: bool) -> Callable[..., Any]:
+    def noting(function: Callable[..., Any], kind: int, *, in_place: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             first = args[0] if args else None
             if type(first) is not torch.Tensor or first.requires_grad or torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            if first.dim() and not (with_masks and note is cast and first.dtype == torch.bool):
+            if first.dim() and (kind != _CAST or first.dtype != torch.bool):
                 return function(*args, **kwargs)
             before = first.clone() if in_place else first
             result = function(*args, **kwargs)
-            note(before, result)
+            for notes in tuple(_NOTING_USERS):
+                if (note := notes[_MASK if first.dim() else kind]) is not None:
+                    note(before, result)
             return result
 
         return functools.wraps(function)(call)
 
+    notes = floored, cast, mask
     with _NOTING_LOCK:
         # Ranks that run as threads of one process enter and exit in any order.
         if not _NOTING_USERS:
-            for names, note in ((_FLOORS, floored), (_CASTS, cast)):
+            for kind, names in ((_FLOOR, _FLOORS), (_CAST, _CASTS)):
                 for name in names:
-                    wrap = functools.partial(noting, note=note, in_place=name.endswith("_"))
-                    _replace(name, wrap, _NOTING, of_torch=names is _FLOORS)
-        _NOTING_USERS.append(floored)
+                    wrap = functools.partial(noting, kind=kind, in_place=name.endswith("_"))
+                    _replace(name, wrap, _NOTING, of_torch=kind == _FLOOR)
+        _NOTING_USERS.append(notes)
     try:
         yield
     finally:
         with _NOTING_LOCK:
-            _NOTING_USERS.remove(floored)
+            _NOTING_USERS.remove(notes)
             if not _NOTING_USERS:
                 _NOTING.close()
 

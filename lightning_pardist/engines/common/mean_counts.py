@@ -44,7 +44,7 @@ class MeanCounts:
         """Context of a step: forget the previous one's means, and record. Not collective."""
         self.forget()
         reductions = patches.report_reductions(self._note)
-        with patches.report_scalar_casts(self._follow, self._cast, with_masks=True), reductions:
+        with patches.report_scalar_casts(self._follow, self._follow, mask=self._note_mask), reductions:
             yield
         self._sums, self._masks = {}, {}
 
@@ -92,10 +92,9 @@ class MeanCounts:
         if known is not None and isinstance(after, Tensor):
             self._sums[id(after)] = after, known[1]
 
-    def _cast(self, before: Tensor, after: Any) -> None:
-        if before.dtype == torch.bool and isinstance(after, Tensor):
+    def _note_mask(self, before: Tensor, after: Any) -> None:
+        if isinstance(after, Tensor):
             self._masks[id(after)] = after
-        self._follow(before, after)
 
 
 def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

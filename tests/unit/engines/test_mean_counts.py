@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_pardist.engines.common.floored_counts import noted_floors
 from lightning_pardist.engines.common.mean_counts import MeanCounts
 
 SCORES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -55,6 +56,15 @@ def test_what_is_no_mean_over_items_is_not_known(name):
     with torch.no_grad(), counts.recording():
         value = UNKNOWN[name]()
     assert counts.of(value) is None
+
+
+@pytest.mark.parametrize("name", ["clamped", "fractions"])
+def test_counts_inside_of_a_fit(name):
+    compute, count = MEANS[name]
+    counts = MeanCounts()
+    with noted_floors(), torch.no_grad(), counts.recording():
+        mean = compute()
+    assert counts.of(mean) == count
 
 
 def test_torch_is_left_as_it_was_and_other_threads_are_not_recorded():
