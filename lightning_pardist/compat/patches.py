@@ -280,26 +280,36 @@ def original_reductions() -> Iterator[None]:
             setattr(torch, name, function)
 
 
-def _replace(
-    name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo: contextlib.ExitStack, *, of_torch: bool
-) -> None:
+_Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+#: Replacements by the class or module and name that they are for. They are the same in each context: making them
+#: takes longer than putting them in place.
+_REPLACEMENTS: dict[tuple[Any, str], Any] = {}
+
+
+def _replacement(owner: Any, name: str, wrap: _Wrap) -> tuple[Any, Any]:
+    """Return an attribute and what replaces it; a new replacement if somebody else has replaced the attribute since."""
+    before = getattr(owner, name)
+    after = _REPLACEMENTS.get((owner, name))
+    if after is None or after.__wrapped__ is not before:
+        after = _REPLACEMENTS[owner, name] = wrap(before)
+    return before, after
+
+
+def _replace(name: str, wrap: _Wrap, undo: contextlib.ExitStack, *, of_torch: bool) -> None:
     """Replace a method of tensors, and the function of the same name in ``torch`` if there is one."""
-    # The originals are methods of a C base class; deleting the attribute restores them.
-    before = torch.Tensor.__dict__.get(name)
-    setattr(torch.Tensor, name, wrap(getattr(torch.Tensor, name)))
-    if before is None:
+    own = torch.Tensor.__dict__.get(name)
+    setattr(torch.Tensor, name, _replacement(torch.Tensor, name, wrap)[1])
+    if own is None:
+        # The original is a method of a C base class.
         undo.callback(delattr, torch.Tensor, name)
     else:
-        undo.callback(setattr, torch.Tensor, name, before)
+        undo.callback(setattr, torch.Tensor, name, own)
     if of_torch and hasattr(torch, name):
         _replace_in(torch, name, wrap, undo)
 
 
-def _replace_in(
-    module: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo: contextlib.ExitStack
-) -> None:
-    before = getattr(module, name)
-    after = wrap(before)
+def _replace_in(module: Any, name: str, wrap: _Wrap, undo: contextlib.ExitStack) -> None:
+    before, after = _replacement(module, name, wrap)
     setattr(module, name, after)
     undo.callback(setattr, module, name, before)
     # TorchScript has to recognise the replacement as well.
