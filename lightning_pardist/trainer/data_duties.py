@@ -115,6 +115,7 @@ class DataParallelDuties:
                 value_weights=context.value_weights,
                 loss_count=lambda: context.loss_count,
                 agree=context.agree_on_counts if context.dims.context_parallel > 1 else None,
+                notes_counts=self._sees_counts,
             )
             self._attached.attach(self.loss_weights)
         if self.sync_metrics or context.dims.batch_size == 1:
@@ -145,14 +146,21 @@ class DataParallelDuties:
         self._attached.attach(self.evaluation)
         context.own_batch_counts = self.evaluation.own_batch_counts
         if self.sync_metrics:
-            # Of ranks that compute a batch together, some may not see what a mean divides by. Patches of functions
-            # would be traced into compiled code.
-            alone = context.dims.batch_size == context.distributed.world_size
-            if alone and not any(map(is_closed, module.modules())):
+            if self._sees_counts:
                 self._means = EvaluatedMeans(trainer)
                 self._attached.attach(self._means)
             results = EpochResults(trainer, group=group, before=context.before_collective, means=self._means)
             self._attached.attach(results)
+
+    @property
+    def _sees_counts(self) -> bool:
+        """Whether this rank's code shows what means divide by.
+
+        Of ranks that compute a batch together, some may not see it, and replaced functions would be traced into
+        compiled code.
+        """
+        module, alone = self.context.module, self.context.dims.batch_size == self.context.distributed.world_size
+        return alone and module is not None and not any(map(is_closed, module.modules()))
 
     def detach(self) -> None:
         """Detach after the run. Not collective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_pardist.compat.autograd_graph import inputs_of, kind_of
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
+from lightning_pardist.compat.patches import original_reductions
 from lightning_pardist.engines.common.batch_dim import ADDITIONS
 from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_balance import (
@@ -35,6 +37,7 @@ from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term, find_terms, weight_of
+from lightning_pardist.engines.common.mean_counts import MeanCounts
 from lightning_pardist.engines.fsdp.fsdp_units import original_class
 from lightning_pardist.engines.pipeline import find_loss
 from lightning_pardist.engines.pipeline.cut import BatchCut
@@ -177,6 +180,8 @@ class LossWeights:
         value_weights: Weights of logged values that have lost their graphs; filled by the step.
         loss_count: Returns the weight of a loss that has lost its graph; NaN if none has.
         agree: Combines the loss counts of ranks that share a batch; None if no ranks share one.
+        notes_counts: Whether counts of logged means without a graph (an accuracy over tokens) may be noted as they are
+            computed.
 
     Attributes:
         warned_coupled: Whether the graph of the first loss showed samples that are compared with each other.
@@ -192,8 +197,12 @@ class LossWeights:
         value_weights: dict[str, Tensor | float | None],
         loss_count: Callable[[], float | None],
         agree: Callable[[Tensor], Tensor] | None = None,
+        notes_counts: bool = False,
     ) -> None:
         self._agree = agree
+        #: Counts of means without a graph, and whether they are noted in the next step.
+        self._mean_counts = MeanCounts() if notes_counts else None
+        self._notes_counts = notes_counts
         self._loss_count = loss_count
         #: Weight and sample count of the latest loss, and whether the latest step had a loss.
         self._own, self._has_loss = _UNWEIGHED, True
@@ -248,8 +257,10 @@ class LossWeights:
             return run()
         self._logged, self._losses, self._known = [], [], {}
         self._value_weights.clear()
+        counts_of_means = self._mean_counts if self._notes_counts else None
         try:
-            output = run()
+            with nullcontext() if counts_of_means is None else counts_of_means.recording():
+                output = run()
         finally:
             noted, self._logged = self._logged, None
         # With manual optimization, backward runs inside the step.
@@ -363,7 +374,8 @@ class LossWeights:
             item = self._item(name)
             known = item is not None and item.is_tensor
             before = (item.value, getattr(item, "cumulated_batch_size", 0)) if known else (None, 0)
-            log(name, value, *args, **kwargs)
+            with original_reductions():
+                log(name, value, *args, **kwargs)
             self._logged.append(_Logged(name, value, *before))
 
         return noting
@@ -377,6 +389,7 @@ class LossWeights:
         found: dict[str, tuple[_Logged, Value]] = {}
         samples = BatchCut().samples_of(self._batch)
         values = [*(each.value for each in noted), *self._losses]
+        unknown = counted = False
         for each in noted:
             item = self._item(each.name)
             if item is None or not item.is_tensor or (item.meta.on_epoch and not item.meta.is_mean_reduction):
@@ -388,8 +401,16 @@ class LossWeights:
                     else weight_of_logged(each.value, values, loss, terms, samples, gathers=True, known=self._known)
                 )
             except LookupError:
-                continue
+                unknown = True
+                count = None if self._mean_counts is None else self._mean_counts.of(each.value)
+                if count is None:
+                    continue
+                counted, weight = True, torch.as_tensor(count, device=self._device)
             found[each.name] = each, Value(each.name, number_on(self._device, each.value, torch.float64), weight)
+        if noted and self._mean_counts is not None:
+            # Noting takes some time in each step: it stops where it finds nothing, and begins where it may.
+            self._notes_counts = counted if self._notes_counts else unknown
+            self._mean_counts.forget()
         return list(found.values())
 
     def _correct(self, entry: _Logged, value: Tensor) -> None:

@@ -88,6 +88,45 @@ def test_variants(kwargs):
         assert_close(got, want)
 
 
+class Selected(pl.LightningModule):
+    """Logs means over selected elements that have no graph, in some steps only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        out = self.layer(batch[0])
+        counts = batch[0][:, :4] > 0.2
+        right = (out.detach() > 0)[counts]
+        self.log("accuracy", right.float().mean(), on_step=True, on_epoch=True)
+        if batch_idx % 2:
+            self.log("selected", F.l1_loss(out.detach()[counts], torch.zeros_like(out[counts])), on_epoch=True)
+        return (out.square() * counts).sum() / counts.sum()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(self.trainer.callback_metrics["accuracy"].item())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _selected(strategy="pardist_zero2", devices=2):
+    torch.manual_seed(11)
+    module = Selected()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2, use_distributed_sampler=False)
+    trainer.fit(module, datamodule=Data(points(BATCH * 4)))
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}, module.seen
+
+
+def test_means_in_training_count_what_they_average():
+    want, seen = _selected("auto", 1)
+    for got, got_seen in run_ranks(2, _selected):
+        assert got == pytest.approx(want, rel=1e-6)
+        assert got_seen == pytest.approx(seen, rel=1e-6)
+
+
 class DifferentKeys(Logs):
     """Ranks log different keys in different orders (Lightning would mix up their values)."""
 
