@@ -270,7 +270,8 @@ def report_reductions(note: Callable[..., None]) -> Iterator[None]:
 @contextlib.contextmanager
 def original_reductions() -> Iterator[None]:
     """Return a context in which ``torch.mean`` and ``torch.sum`` are torch's own: Lightning's ``log`` compares them."""
-    replaced = {name: function for name in ("mean", "sum") if hasattr(function := getattr(torch, name), "__wrapped__")}
+    ours = {name: _REPLACEMENTS.get((torch, name)) for name in ("mean", "sum")}
+    replaced = {name: function for name, function in ours.items() if function and getattr(torch, name) is function}
     for name, function in replaced.items():
         setattr(torch, name, function.__wrapped__)
     try:

@@ -34,8 +34,9 @@ class MeanCounts:
     """
 
     def __init__(self) -> None:
-        #: Results by id, with the tensors themselves, which keeps the ids theirs.
+        #: Means by address, as detached aliases: they keep the memory, and not the graph of a training step.
         self._means: dict[int, tuple[Tensor, Count]] = {}
+        #: Results by id, with the tensors themselves, which keeps the ids theirs; during the step only.
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
         self._masks: dict[int, Tensor] = {}
 
@@ -44,9 +45,11 @@ class MeanCounts:
         """Context of a step: forget the previous one's means, and record. Not collective."""
         self.forget()
         reductions = patches.report_reductions(self._note)
-        with patches.report_scalar_casts(self._follow, self._follow, mask=self._note_mask), reductions:
-            yield
-        self._sums, self._masks = {}, {}
+        try:
+            with patches.report_scalar_casts(self._follow, self._follow, mask=self._note_mask), reductions:
+                yield
+        finally:
+            self._sums, self._masks = {}, {}
 
     def forget(self) -> None:
         """Forget the means that were recorded last."""
@@ -57,14 +60,10 @@ class MeanCounts:
         if isinstance(value, float):
             numbers = ((float(mean), count) for mean, count in self._means.values())
             return next((count for mean, count in numbers if mean == value or math.isnan(mean + value)), None)
-        if not isinstance(value, Tensor) or not self._means:
+        if not isinstance(value, Tensor) or not self._means or value.numel() != 1:
             return None
-        if id(value) in self._means:
-            return self._means[id(value)][1]
-        if value.numel() != 1:
-            return None
-        place = value.data_ptr()
-        return next((count for mean, count in self._means.values() if place and mean.data_ptr() == place), None)
+        known = self._means.get(value.data_ptr())
+        return None if known is None else known[1]
 
     # --- what is recorded ---------------------------------------------------------------------------------------
 
@@ -83,8 +82,8 @@ class MeanCounts:
                 self._record(result, below[1])
 
     def _record(self, mean: Tensor, count: Count | None) -> None:
-        if count is not None:
-            self._means[id(mean)] = mean, count
+        if count is not None and (place := mean.data_ptr()):
+            self._means[place] = mean.detach(), count
 
     def _follow(self, before: Tensor, after: Any) -> None:
         """Note a sum that was clamped or cast: its count is that of before."""

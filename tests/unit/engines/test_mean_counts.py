@@ -1,6 +1,7 @@
 """What the means of a step divide by, without a graph."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -65,6 +66,21 @@ def test_counts_inside_of_a_fit(name):
     with noted_floors(), torch.no_grad(), counts.recording():
         mean = compute()
     assert counts.of(mean) == count
+
+
+def test_the_graph_of_a_step_is_not_kept():
+    counts, scores = MeanCounts(), SCORES.clone().requires_grad_()
+    with counts.recording():
+        loss = F.cross_entropy(scores, LABELS)
+
+    def hook(*_):
+        """Live as long as the graph."""
+
+    loss.grad_fn.register_hook(hook)
+    graph = weakref.ref(hook)
+    assert counts.of(loss.detach()) == 4
+    del hook, loss
+    assert graph() is None
 
 
 def test_torch_is_left_as_it_was_and_other_threads_are_not_recorded():
