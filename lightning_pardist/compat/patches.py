@@ -205,8 +205,20 @@ def report_scalar_casts(floored: _Note, cast: _Note, *, mask: _Note | None = Non
                 _NOTING.close()
 
 
-#: Functions of tensors that count or average.
-_REDUCTIONS = ("mean", "sum", "count_nonzero", "div", "true_divide")
+#: Functions of tensors that count or average, by the name that they are reported under.
+_REDUCTIONS = {
+    **{name: name for name in ("mean", "sum", "count_nonzero", "div")},
+    **dict.fromkeys(("true_divide", "__truediv__"), "div"),
+}
+#: Further arithmetic of numbers.
+_ARITHMETIC = {
+    **dict.fromkeys(("add", "add_", "__add__", "__radd__", "__iadd__"), "add"),
+    **dict.fromkeys(("sub", "sub_", "__sub__", "__isub__"), "sub"),
+    **dict.fromkeys(("mul", "mul_", "__mul__", "__rmul__", "__imul__"), "mul"),
+    **dict.fromkeys(("div_", "__itruediv__"), "div"),
+    **dict.fromkeys(("neg", "__neg__"), "neg"),
+    "__rsub__": "rsub",
+}
 #: Losses of ``torch.nn.functional`` that average by default, over labels or over elements.
 LABEL_LOSSES = ("cross_entropy", "nll_loss")
 ELEMENT_LOSSES = (
@@ -217,43 +229,66 @@ ELEMENT_LOSSES = (
     "smooth_l1_loss",
     "huber_loss",
 )
-#: Exit stack that undoes the changes of :func:`report_reductions`, and the callbacks by thread.
+#: Exit stack that undoes the changes of :func:`report_reductions`, the names of what it replaces, and the callbacks by
+#: thread; None inside of a call.
 _REDUCING = contextlib.ExitStack()
-_REDUCING_USERS: dict[int, Callable[..., None]] = {}
+_REDUCING_NAMES: set[str] = set()
+_REDUCING_USERS: dict[int, Callable[..., None] | None] = {}
 
 
 @contextlib.contextmanager
-def report_reductions(note: Callable[..., None]) -> Iterator[None]:
-    """Return a context that reports calls of this thread that reduce tensors to one number, in eager code.
+def report_reductions(note: Callable[..., None], *, arithmetic: bool) -> Iterator[None]:
+    """Return a context that reports calls of this thread that reduce tensors to one number, or compute with numbers.
 
-    Functions are found under their names in ``torch``, ``torch.Tensor`` and ``torch.nn.functional``: a function that
-    was imported by name before is not seen.
+    Only eager code is seen. Functions are found under their names in ``torch``, ``torch.Tensor`` and
+    ``torch.nn.functional``: a function that was imported by name before is not seen.
 
     Args:
         note: Called with the name (``"div"`` for the operator, too), the arguments, the keyword arguments and the
-            result of a call that returns a plain tensor without dims.
+            result of a call that returns a plain tensor without dims, or with one dim if the name is ``"stack"``. The
+            keyword argument ``before`` is the first argument's value if the call wrote to it, else None.
+        arithmetic: Whether more arithmetic than quotients is reported, and stacks.
     """
 
-    def noting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def noting(function: Callable[..., Any], name: str, writes: bool = False) -> Callable[..., Any]:
+        dims = 1 if name == "stack" else 0
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            user = _REDUCING_USERS.get(threading.get_ident())
-            if user is None or type(result) is not torch.Tensor or result.dim() or torch.compiler.is_compiling():
+            thread = threading.get_ident()
+            user = _REDUCING_USERS.get(thread)
+            if user is None or torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            # Calls inside of the function, of a torch function mode and of the callback are not reported.
+            _REDUCING_USERS[thread] = None
+            try:
+                before = args[0].clone() if writes and type(args[0]) is torch.Tensor and not args[0].dim() else None
+                result = function(*args, **kwargs)
+                if type(result) is torch.Tensor and result.dim() == dims:
+                    user(name, args, kwargs, result, before=before)
                 return result
-            user(name, args, kwargs, result)
-            return result
+            finally:
+                _REDUCING_USERS[thread] = user
 
         return functools.wraps(function)(call)
 
     thread = threading.get_ident()
     with _NOTING_LOCK:
         outer = _REDUCING_USERS.get(thread)
-        if not _REDUCING_USERS:
-            for name in _REDUCTIONS:
-                _replace(name, functools.partial(noting, name=name), _REDUCING, of_torch=True)
-            _replace("__truediv__", functools.partial(noting, name="div"), _REDUCING, of_torch=False)
-            for name in (*LABEL_LOSSES, *ELEMENT_LOSSES):
-                _replace_in(torch.nn.functional, name, functools.partial(noting, name=name), _REDUCING)
+        for name, kind in (_REDUCTIONS | _ARITHMETIC if arithmetic else _REDUCTIONS).items():
+            if name not in _REDUCING_NAMES:
+                is_operator = name.startswith("__")
+                writes = name.startswith("__i") if is_operator else name.endswith("_")
+                wrap = functools.partial(noting, name=kind, writes=writes)
+                _replace(name, wrap, _REDUCING, of_torch=not (is_operator or writes))
+                _REDUCING_NAMES.add(name)
+        for module, names in (
+            (torch.nn.functional, (*LABEL_LOSSES, *ELEMENT_LOSSES)),
+            (torch, ("stack",) * arithmetic),
+        ):
+            for name in names:
+                if name not in _REDUCING_NAMES:
+                    _replace_in(module, name, functools.partial(noting, name=name), _REDUCING)
+                    _REDUCING_NAMES.add(name)
         _REDUCING_USERS[thread] = note
     try:
         yield
@@ -265,6 +300,7 @@ def report_reductions(note: Callable[..., None]) -> Iterator[None]:
                 _REDUCING_USERS[thread] = outer
             if not _REDUCING_USERS:
                 _REDUCING.close()
+                _REDUCING_NAMES.clear()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ process only if each rank's part counts by what it averages: tokens that are not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.patches import original_reductions
-from lightning_pardist.engines.common.mean_counts import MeanCounts
+from lightning_pardist.engines.common.mean_counts import MeanCounts, MeanPart
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 
 #: Batches of a value whose numbers stay on the device; reading them synchronises.
@@ -28,17 +28,25 @@ _UNREAD = 256
 
 @dataclass(frozen=True)
 class BatchMean:
-    """A rank's mean of one batch.
+    """A rank's mean of one batch, or sum of means.
 
     Attributes:
-        value: The mean.
         samples: Samples of the batch on this rank, its weight in Lightning's mean over batches.
-        count: What the mean divides by; None if unknown.
+        parts: Summands of the value, each with what its mean divides by; None if that is unknown.
     """
 
-    value: float
     samples: float
-    count: float | None
+    parts: tuple[tuple[float, float | None], ...]
+
+    @property
+    def value(self) -> float:
+        """The value that was logged."""
+        return sum(value for value, _ in self.parts)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the count of a part is known."""
+        return any(count is not None for _, count in self.parts)
 
 
 @dataclass
@@ -47,29 +55,30 @@ class _Batches:
 
     Attributes:
         read: Means by number of the batch.
-        unread: Number of the batch, value, samples before and after it, and count.
+        unread: Number of the batch, samples before and after it, and value and count of each part, in a row.
         is_usable: Whether each batch has one mean.
     """
 
     read: dict[int, BatchMean] = field(default_factory=dict)
-    unread: list[tuple[int, Any, Any, Any, Any]] = field(default_factory=list)
+    unread: list[tuple[int, Any, Any, list[Any]]] = field(default_factory=list)
     is_usable: bool = True
 
-    def add(self, batch: int, value: Any, before: Any, after: Any, count: Any) -> None:
+    def add(self, batch: int, before: Any, after: Any, parts: Iterable[MeanPart]) -> None:
         if batch in self.read or any(batch == other for other, *_ in self.unread):
             self.is_usable = False
-        self.unread.append((batch, value, before, after, count))
+        self.unread.append((batch, before, after, [each for part in parts for each in (part.value, part.count)]))
         if len(self.unread) >= _UNREAD:
             self.read_all()
 
     def read_all(self) -> None:
-        numbers = [number for _, *entry in self.unread for number in entry if isinstance(number, Tensor)]
+        entries = [(batch, [before, after, *parts]) for batch, before, after, parts in self.unread]
+        numbers = [number for _, entry in entries for number in entry if isinstance(number, Tensor)]
         floats = iter(
             torch.stack([each.to(numbers[0].device, torch.float64) for each in numbers]).tolist() if numbers else []
         )
-        for batch, *entry in self.unread:
-            value, before, after, count = (next(floats) if isinstance(each, Tensor) else each for each in entry)
-            self.read[batch] = BatchMean(value, after - before, count)
+        for batch, entry in entries:
+            before, after, *parts = (next(floats) if isinstance(each, Tensor) else each for each in entry)
+            self.read[batch] = BatchMean(after - before, tuple(zip(parts[::2], parts[1::2], strict=True)))
         self.unread.clear()
 
 
@@ -82,7 +91,7 @@ class EvaluatedMeans:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        self._counts = MeanCounts()
+        self._counts = MeanCounts(sums=True)
         self._attached = PatchStack()
         #: Batches so far by data loader, and values by the key under which the Trainer keeps them.
         self._steps: Counter[int | None] = Counter()
@@ -123,7 +132,7 @@ class EvaluatedMeans:
             return None
         batches.read_all()
         means = batches.read
-        if all(each.count is None for each in means.values()) or sum(each.samples for each in means.values()) != total:
+        if not any(each.is_counted for each in means.values()) or sum(each.samples for each in means.values()) != total:
             return None
         return dict(means)
 
@@ -158,10 +167,10 @@ class EvaluatedMeans:
             self._values.pop(key, None)
         results = logged(self._trainer)
         batch = self._steps[None if results is None else results.dataloader_idx]
-        count = self._counts.of(value)
-        if isinstance(value, Tensor):
-            value = value.detach().reshape(()).clone()
-        self._values.setdefault(key, _Batches()).add(batch, value, 0.0 if before is None else before, after, count)
+        parts = self._counts.parts_of(value)
+        if parts is None:
+            parts = (MeanPart(value.detach().reshape(()).clone() if isinstance(value, Tensor) else value, None),)
+        self._values.setdefault(key, _Batches()).add(batch, 0.0 if before is None else before, after, parts)
 
 
 def mean_of_ranks(ranks: list[dict[int, BatchMean]]) -> float:
@@ -171,16 +180,23 @@ def mean_of_ranks(ranks: list[dict[int, BatchMean]]) -> float:
         ranks: Each rank's means by number of the batch.
 
     Returns:
-        The mean over batches, weighted by samples, of their means over ranks, weighted by counts.
+        The mean over batches, weighted by samples, of the sums of their parts' means over ranks, weighted by counts.
     """
     total = weight = 0.0
     for batch in sorted(set().union(*ranks)):
-        parts = [means[batch] for means in ranks if batch in means]
-        samples = sum(part.samples for part in parts)
-        counts = [part.count for part in parts]
-        weights = [part.samples for part in parts] if None in counts else [count or 0.0 for count in counts]
-        # A mean over nothing is NaN and counts for nothing.
-        added = sum(number * part.value for number, part in zip(weights, parts, strict=True) if number)
-        total += samples * (added / sum(weights) if sum(weights) else float("nan"))
-        weight += samples
+        means = [each[batch] for each in ranks if batch in each]
+        samples = [mean.samples for mean in means]
+        alike = len({len(mean.parts) for mean in means}) == 1
+        parts = zip(*(mean.parts for mean in means), strict=True) if alike else [[(mean.value, None) for mean in means]]
+        total += sum(samples) * sum(_mean_of_parts(list(part), samples) for part in parts)
+        weight += sum(samples)
     return total / weight if weight else float("nan")
+
+
+def _mean_of_parts(parts: Sequence[tuple[float, float | None]], samples: Sequence[float]) -> float:
+    """Return the mean of one part over ranks, weighted by counts, or by samples if a count is unknown."""
+    counts = [count for _, count in parts]
+    weights = samples if None in counts else [count or 0.0 for count in counts]
+    # A mean over nothing is NaN and counts for nothing.
+    added = sum(number * value for number, (value, _) in zip(weights, parts, strict=True) if number)
+    return added / sum(weights) if sum(weights) else float("nan")

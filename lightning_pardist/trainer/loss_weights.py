@@ -201,7 +201,7 @@ class LossWeights:
     ) -> None:
         self._agree = agree
         #: Counts of means without a graph, and whether they are noted in the next step.
-        self._mean_counts = MeanCounts() if notes_counts else None
+        self._mean_counts = MeanCounts(sums=False) if notes_counts else None
         self._notes_counts = notes_counts
         self._loss_count = loss_count
         #: Weight and sample count of the latest loss, and whether the latest step had a loss.
@@ -402,7 +402,7 @@ class LossWeights:
                 )
             except LookupError:
                 unknown = True
-                count = None if self._mean_counts is None else self._mean_counts.of(each.value)
+                count = None if self._mean_counts is None else self._mean_counts.count_of(each.value)
                 if count is None:
                     continue
                 counted, weight = True, torch.as_tensor(count, device=self._device)

@@ -242,6 +242,14 @@ class Counted(pl.LightningModule):
         self.log("accuracy", (scores.argmax(-1) == y)[counts].float().mean())
         self.log("selected", F.mse_loss(scores[counts], torch.ones_like(scores[counts])))
         self.log("plain", scores.square().mean())
+        self.log("sum", self.weighted(scores, y) + 0.5 * F.cross_entropy(scores, y) + 0.1 * scores.square().mean())
+        total = torch.zeros(())
+        total += F.cross_entropy(scores, y)
+        total += self.weighted(scores, y) / 3
+        self.log("total", 1 - total)
+        self.log("mean_of_both", torch.stack([F.cross_entropy(scores, y), scores[counts].gt(0).float().mean()]).mean())
+        overlap = 2 * (scores.sigmoid()[:, 0] * counts).sum()
+        self.log("dice", 1 - overlap / (scores.sigmoid()[:, 0].sum() + counts.sum() + 1e-8))
         self.log_dict({"half": F.l1_loss(x, -x).detach(), "once": scores.mean()})
         return F.cross_entropy(scores, y)
 

@@ -30,46 +30,167 @@ MEANS = {
     "functions": (lambda: torch.div(torch.sum(SCORES), torch.count_nonzero(COUNTS)), 4),
     "fractions": (lambda: (SCORES.argmax(-1) == LABELS)[COUNTS].double().mean(), 4),
 }
+
+
+def _incremented(number):
+    number += 1
+    return number
+
+
 UNKNOWN = {
     "sum": lambda: F.cross_entropy(SCORES, LABELS, reduction="sum"),
     "scaled": lambda: SCORES.sum() / torch.tensor(3.0),
     "averages": lambda: SCORES.mean(0).mean(),
     "functions of a mean": lambda: F.cross_entropy(SCORES, LABELS).exp(),
+    "products": lambda: F.cross_entropy(SCORES, LABELS) * F.cross_entropy(SCORES, LABELS),
+    "smoothed": lambda: (SCORES.sum() + 1.0) / (COUNTS.sum() + 1.0),
+    "changed divisor": lambda: SCORES.sum() / _incremented(COUNTS.sum()),
+    "divided by zero": lambda: F.cross_entropy(SCORES, LABELS) / 0,
+    "divided": lambda: 1 / F.cross_entropy(SCORES, LABELS),
 }
+
+
+def _cross_entropy():
+    return F.cross_entropy(SCORES, LABELS)
+
+
+def _weighted():
+    return F.cross_entropy(SCORES, LABELS, weight=WEIGHTS)
+
+
+def _accumulated(total):
+    total += _cross_entropy()
+    total += 0.5 * _weighted()
+    return total
+
+
+def _in_place():
+    loss = _cross_entropy()
+    loss.mul_(2).add_(_weighted())
+    loss /= 2
+    return loss
+
+
+def _overlap():
+    both = 2 * (SCORES.sigmoid()[:, 0] * COUNTS).sum()
+    return 1 - both / (SCORES.sigmoid()[:, 0].sum() + COUNTS.sum() + 1e-8)
+
+
+#: What a sum of means adds: (factor, mean) with the mean's count; None for what is no mean.
+SUMS = {
+    "weighted": (lambda: _cross_entropy() + 0.1 * _weighted(), [(1, _cross_entropy, 4), (0.1, _weighted, 10)]),
+    "difference": (lambda: _cross_entropy() - _weighted() / 4, [(1, _cross_entropy, 4), (-0.25, _weighted, 10)]),
+    "negated": (lambda: -_weighted(), [(-1, _weighted, 10)]),
+    "rest": (
+        lambda: SCORES.square().mean() + _cross_entropy(),
+        [(1, lambda: SCORES.square().mean(), None), (1, _cross_entropy, 4)],
+    ),
+    "list": (
+        lambda: sum([_cross_entropy(), _weighted()]),
+        [(1, _cross_entropy, 4), (1, _weighted, 10)],
+    ),
+    "stack": (
+        lambda: torch.stack([_cross_entropy(), _weighted()]).mean(),
+        [(0.5, _cross_entropy, 4), (0.5, _weighted, 10)],
+    ),
+    "tensor as factor": (lambda: torch.tensor(3.0) * _weighted(), [(3, _weighted, 10)]),
+    "into a number": (
+        lambda: _accumulated(0.0),
+        [(1, _cross_entropy, 4), (0.5, _weighted, 10)],
+    ),
+    "into a tensor": (
+        lambda: _accumulated(torch.ones(())),
+        [(1, lambda: 1.0, None), (1, _cross_entropy, 4), (0.5, _weighted, 10)],
+    ),
+    "in place": (_in_place, [(1, _cross_entropy, 4), (0.5, _weighted, 10)]),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_parts_of_sums(name, mode):
+    compute, want = SUMS[name]
+    counts = MeanCounts(sums=True)
+    with mode(), counts.recording():
+        value = compute()
+    for each in (value, value.detach(), value.item()):
+        found = counts.parts_of(each)
+        assert [part.count for part in found] == [count for *_, count in want]
+        for part, (factor, mean, _) in zip(found, want, strict=True):
+            torch.testing.assert_close(torch.as_tensor(part.value), torch.as_tensor(factor * mean()))
+
+
+def test_numbers_beside_a_mean_over_nothing():
+    counts = MeanCounts(sums=True)
+    with torch.no_grad(), counts.recording():
+        nothing = F.cross_entropy(SCORES[:1], LABELS[2:3])
+        value = (nothing + 0.5 * _weighted()).item()
+    assert [part.count for part in counts.parts_of(value)] == [0, 10]
+    assert counts.parts_of(0.5) is None
+
+
+def test_ratio_of_sums():
+    counts = MeanCounts(sums=True)
+    with torch.no_grad(), counts.recording():
+        loss = _overlap()
+    ratio, one = counts.parts_of(loss)
+    assert (one.value, one.count) == (1.0, None)
+    torch.testing.assert_close(ratio.count, SCORES.sigmoid()[:, 0].sum() + COUNTS.sum())
+    torch.testing.assert_close(one.value + ratio.value, loss)
+
+
+def test_calls_are_noted_once_in_a_torch_function_mode():
+    class Passing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            again = getattr(torch.Tensor, func.__name__) if func.__name__ in ("__iadd__", "__rmul__") else func
+            return again(*args, **(kwargs or {}))
+
+    counts = MeanCounts(sums=True)
+    with torch.no_grad(), counts.recording(), Passing():
+        value = _accumulated(torch.ones(()))
+    assert [part.count for part in counts.parts_of(value)] == [None, 4, 10]
+
+
+def test_transforms_are_not_noted():
+    counts = MeanCounts(sums=True)
+    with torch.no_grad(), counts.recording():
+        losses = torch.func.vmap(lambda scores, label: F.cross_entropy(scores, label) * 2)(SCORES, LABELS.clamp(min=0))
+        loss = losses.mean()
+    assert counts.parts_of(loss) is None
 
 
 @pytest.mark.parametrize("name", MEANS)
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_counts_of_means(name, mode):
     compute, count = MEANS[name]
-    counts = MeanCounts()
+    counts = MeanCounts(sums=True)
     with mode(), counts.recording():
         mean = compute()
     for value in (mean, mean.detach(), mean.item()):
-        assert counts.of(value) == count
+        assert counts.count_of(value) == count
     counts.forget()
-    assert counts.of(mean) is None
+    assert counts.count_of(mean) is None
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_no_mean_over_items_is_not_known(name):
-    counts = MeanCounts()
+    counts = MeanCounts(sums=True)
     with torch.no_grad(), counts.recording():
         value = UNKNOWN[name]()
-    assert counts.of(value) is None
+    assert counts.count_of(value) is None
 
 
 @pytest.mark.parametrize("name", ["clamped", "fractions"])
 def test_counts_inside_of_a_fit(name):
     compute, count = MEANS[name]
-    counts = MeanCounts()
+    counts = MeanCounts(sums=True)
     with noted_floors(), torch.no_grad(), counts.recording():
         mean = compute()
-    assert counts.of(mean) == count
+    assert counts.count_of(mean) == count
 
 
 def test_the_graph_of_a_step_is_not_kept():
-    counts, scores = MeanCounts(), SCORES.clone().requires_grad_()
+    counts, scores = MeanCounts(sums=True), SCORES.clone().requires_grad_()
     with counts.recording():
         loss = F.cross_entropy(scores, LABELS)
 
@@ -78,18 +199,20 @@ def test_the_graph_of_a_step_is_not_kept():
 
     loss.grad_fn.register_hook(hook)
     graph = weakref.ref(hook)
-    assert counts.of(loss.detach()) == 4
+    assert counts.count_of(loss.detach()) == 4
     del hook, loss
     assert graph() is None
 
 
 def test_torch_is_left_as_it_was_and_other_threads_are_not_recorded():
     before = {name: getattr(F, name) for name in ("cross_entropy", "mse_loss")} | {"mean": torch.mean}
-    counts, found = MeanCounts(), []
+    reversed_difference = torch.Tensor.__rsub__
+    counts, found = MeanCounts(sums=True), []
     with counts.recording():
         thread = threading.Thread(target=lambda: found.append(F.cross_entropy(SCORES, LABELS)))
         thread.start()
         thread.join()
-    assert counts.of(found[0]) is None
+    assert counts.count_of(found[0]) is None
     assert before == {name: getattr(F, name) for name in ("cross_entropy", "mse_loss")} | {"mean": torch.mean}
-    assert not {"mean", "sum", "__truediv__", "div"} & vars(torch.Tensor).keys()
+    assert not {"mean", "sum", "__truediv__", "div", "add_", "__radd__"} & vars(torch.Tensor).keys()
+    assert torch.Tensor.__rsub__ is reversed_difference
