@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -41,6 +42,8 @@ from lightning_pardist.engines.pipeline.step_record import find_loss
 Share = Literal["loss", "all"]
 #: Distance between the random seeds of two steps; larger than the number of micro-batches in a step.
 _SEEDS_A_STEP = 65_536
+#: Largest number of elements of a tensor that is packed with others before it is sent.
+_SMALL = 4096
 
 
 @dataclass(frozen=True)
@@ -373,12 +376,13 @@ class PipelineEngine:
         leaves, spec = flatten(value) if self.rank == rank else ([], None)
         # Tensors are sent from the CPU: the device index may differ on the receiver.
         moved = [isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves]
-        box = [([leaf.cpu() if away else leaf for leaf, away in zip(leaves, moved, strict=True)], moved, spec)]
+        box = [(*_pack_small(leaves), moved, spec)]
         source = rank if self.group is None else dist.get_global_rank(self.group, rank)
         dist.broadcast_object_list(box, src=source, group=self.group)
         if self.rank == rank:
             return value
-        leaves, moved, spec = box[0]
+        leaves, packs, moved, spec = box[0]
+        leaves = _unpack_small(leaves, packs)
         leaves = [leaf.to(self.device) if away else leaf for leaf, away in zip(leaves, moved, strict=True)]
         return None if spec is None else rebuild(spec, leaves)
 
@@ -394,6 +398,41 @@ class PipelineEngine:
         box = [(torch.initial_seed() + self.options.batch_rank) % 2**31]
         dist.broadcast_object_list(box, src=source, group=self.group)
         return int(box[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Place of a small tensor in the packed tensor of its kind, from ``start`` on."""
+
+    kind: Hashable
+    start: int
+    shape: torch.Size
+
+
+def _pack_small(leaves: list[Any]) -> tuple[list[Any], dict[Hashable, torch.Tensor]]:
+    """Return leaves on the CPU, with small tensors in one tensor for each dtype and device: pickling each is slow."""
+    packed: dict[int, _Packed] = {}
+    parts: dict[Hashable, list[torch.Tensor]] = {}
+    sizes: Counter[Hashable] = Counter()
+    for leaf in leaves:
+        is_small = type(leaf) is torch.Tensor and leaf.layout == torch.strided and leaf.numel() <= _SMALL
+        if is_small and id(leaf) not in packed:
+            kind = leaf.dtype, leaf.device.type
+            packed[id(leaf)] = _Packed(kind, sizes[kind], leaf.shape)
+            parts.setdefault(kind, []).append(leaf.detach().reshape(-1))
+            sizes[kind] += leaf.numel()
+    sent = [packed.get(id(leaf)) or (leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf) for leaf in leaves]
+    return sent, {kind: torch.cat(tensors).cpu() for kind, tensors in parts.items()}
+
+
+def _unpack_small(leaves: list[Any], packs: dict[Hashable, torch.Tensor]) -> list[Any]:
+    """Return the leaves that were given to :func:`_pack_small`, on the CPU; the same tensors are the same again."""
+    tensors = {
+        place: packs[place.kind].narrow(0, place.start, place.shape.numel()).view(place.shape)
+        for place in leaves
+        if isinstance(place, _Packed)
+    }
+    return [tensors[leaf] if isinstance(leaf, _Packed) else leaf for leaf in leaves]
 
 
 def _plain(result: Any) -> Any:
