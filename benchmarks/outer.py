@@ -48,8 +48,9 @@ WAYS: dict[str, dict[str, Any] | None] = {
         "fragment_mixing": 0.5,
     },
 }
-_FULL = {"seeds": [0, 1, 2], "steps": 1000, "dim": 128, "layers": 4}
-_SMALL = {"seeds": [0], "steps": 200, "dim": 48, "layers": 2}
+#: The recipe's settings.
+_FULL = {"seeds": [0, 1, 2], "steps": 1000, "dim": 128, "layers": 4, "batch_size": 32}
+_SMALL = {"seeds": [0], "steps": 200, "dim": 48, "layers": 2, "batch_size": 8}
 _BITS = {None: 32, "bf16": 16, "int8": 8, "int4": 4}
 
 
@@ -104,6 +105,7 @@ def run(options: argparse.Namespace, way: str, seed: int) -> None:
         strategy=strategy,
         devices=options.islands,
         max_steps=options.steps,
+        gradient_clip_val=1.0,
         callbacks=[sent],
         limit_val_batches=0,
         logger=False,
@@ -141,7 +143,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--islands", type=int, default=4)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--batch-size", type=int, default=8, help="windows a rank and step")
+    parser.add_argument("--batch-size", type=int, help="windows a rank and step")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate of each island")
     parser.add_argument("--dim", type=int)
     parser.add_argument("--layers", type=int)

@@ -368,6 +368,7 @@ class ParallelAxis:
         isolated_workers: Whether each training rank is its own world.
         calls_may_differ: Whether ranks may call layers in different orders during an evaluation.
         calls_communicate: Whether layer calls run communication.
+        wraps_hooks: Whether hooks of the user's outside of steps run in :meth:`around_hook`.
         context: Run state shared with the other axes.
     """
 
@@ -384,6 +385,7 @@ class ParallelAxis:
     isolated_workers: bool = False
     calls_may_differ: ClassVar[bool] = True
     calls_communicate: ClassVar[bool] = False
+    wraps_hooks: ClassVar[bool] = False
     context: RunContext
     #: Whether the module was on ``meta`` at the start of this run.
     _built_on_meta = False
@@ -515,6 +517,10 @@ class ParallelAxis:
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one of the module's step functions."""
         return step(*args, **kwargs)
+
+    def around_hook(self) -> AbstractContextManager[Any]:
+        """Return a context for a hook outside of steps, in which user code may compute with the module's parameters."""
+        return nullcontext()
 
     def plain(self, tree: Any) -> Any:
         """Convert this axis's split tensors in a step's values to full plain tensors. Collective if there are any."""

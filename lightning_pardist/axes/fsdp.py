@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -65,6 +65,7 @@ class FSDPAxis(DataParallelAxis):
     name = "fsdp"
     calls_communicate = True
     creates_values = True
+    wraps_hooks = True
 
     def __init__(
         self,
@@ -359,6 +360,14 @@ class FSDPAxis(DataParallelAxis):
         if module is not None and not module.automatic_optimization:
             self.sharded.reshard_all()
         return result
+
+    @override
+    @contextmanager
+    def around_hook(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for sharded in self._all_sharded:
+                stack.enter_context(sharded.in_hook())
+            yield
 
     @override
     def before_collective(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -59,6 +61,7 @@ class TensorAxis(SharedBatchAxis):
     order = 10
     splits_module = True
     creates_values = True
+    wraps_hooks = True
     kind = "tensor"
 
     def __init__(
@@ -212,6 +215,10 @@ class TensorAxis(SharedBatchAxis):
         if not self.context.data_axis.steps_on_shards:
             for optimizer in optimizers:
                 attach(optimizer, scope=self.context.update_scope, group=self.context.update_group)
+
+    @override
+    def around_hook(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.runtime is None else implicit_replication()
 
     # --- the gradient norm --------------------------------------------------------------------------------------
 

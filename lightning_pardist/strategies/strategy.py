@@ -79,6 +79,7 @@ from lightning_pardist.trainer.compiled_parts import CompiledParts
 from lightning_pardist.trainer.data_duties import DataParallelDuties
 from lightning_pardist.trainer.deepspeed_config import DeepSpeedConfig
 from lightning_pardist.trainer.gradient_access import GradientAccess
+from lightning_pardist.trainer.hook_calls import HookCalls
 from lightning_pardist.trainer.isolated_ranks import IsolatedRanks
 from lightning_pardist.trainer.kept_optimizers import KeptOptimizers
 from lightning_pardist.trainer.loader_state import LoaderState
@@ -622,6 +623,8 @@ class PardistStrategy(ParallelStrategy):
         if self._has_several_ranks:
             allow_skipped_steps(trainer)
         self.data_duties.attach(trainer)
+        if wrapping := [axis for axis in self.axes if axis.wraps_hooks]:
+            self._attached.attach(HookCalls(trainer, wrapping))
         if fitting:
             self.compiled.compile_step(module)
             if self.dims.pipeline_parallel > 1 or any(isinstance(each, DTensor) for each in module.parameters()):

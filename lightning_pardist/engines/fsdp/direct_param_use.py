@@ -15,7 +15,7 @@ from lightning_pardist.compat.fsdp2 import ShardedParameter
 from lightning_pardist.engines.common.parameter_write_guard import memory_of, writes
 from lightning_pardist.engines.fsdp.backward import ShardedUnit
 from lightning_pardist.engines.fsdp.tiling import TiledLinear
-from lightning_pardist.local_tensors import local_shard
+from lightning_pardist.local_tensors import gather_over_data, local_shard
 
 
 class DirectUse(TorchFunctionMode):
@@ -150,6 +150,69 @@ class DirectUse(TorchFunctionMode):
             )
         unit, parameter = self.owners[id(value)]
         return self._gather(unit, parameter)
+
+
+class UseInHooks(DirectUse):
+    """Gathers units for code outside of steps that computes with sharded parameters and plain tensors together.
+
+    torch refuses such operations: a part of the module is called by itself (``self.decoder(z)`` at the end of an
+    epoch), or a parameter is used directly. Operations on sharded parameters alone run on the shards, as without this
+    mode. Units stay gathered. Collective over the mesh if an operation gathers a unit.
+
+    Args:
+        units: All units.
+        tiled: Layers that are never gathered whole.
+        is_idle: Returns whether no step or call of the module is running: those gather by themselves.
+        may_be_alone: Returns whether other ranks may not run this code, as in an evaluation's hooks.
+    """
+
+    def __init__(
+        self,
+        units: list[ShardedUnit],
+        tiled: Sequence[TiledLinear],
+        *,
+        is_idle: Callable[[], bool],
+        may_be_alone: Callable[[], bool],
+    ) -> None:
+        super().__init__(units, lambda unit: None if unit.gathered else unit.gather(), tiled)
+        self._is_idle = is_idle
+        self._may_be_alone = may_be_alone
+        self._has_tensor_ranks = any(parameter.sharded.device_mesh.ndim > 1 for _, parameter in self.owners.values())
+
+    def __enter__(self) -> UseInHooks:
+        if self._has_tensor_ranks:
+            super().__enter__()
+        else:
+            TorchFunctionMode.__enter__(self)
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._is_idle():
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _is_sharded(self, value: Any) -> bool:
+        return isinstance(value, DTensor)
+
+    def _unsharded(self, value: Any) -> Any:
+        if isinstance(value, DTensor) and id(value) not in self.owners and id(value) not in self.tiled:
+            # Computed from shards: there is no unit to gather.
+            if self._may_be_alone():
+                raise RuntimeError(
+                    "A hook of an evaluation computes with a result of sharded parameters and plain tensors together."
+                    " Other ranks, which would have to take part, may not run this code. Start from whole values, on"
+                    " all ranks: parameter.full_tensor()."
+                )
+            whole: Any = gather_over_data(value)
+        else:
+            whole = super()._unsharded(value)
+        # Gathered over the data ranks, it may still be split over tensor ranks.
+        return whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+    def _needs_unsharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(not isinstance(value, DTensor) and value.dim() for value in _tensors(args, kwargs))
 
 
 class InBackward:

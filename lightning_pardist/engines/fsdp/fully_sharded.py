@@ -28,7 +28,7 @@ from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting
 from lightning_pardist.engines.fsdp.backward import BackwardRuntime, ShardedUnit
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
 from lightning_pardist.engines.fsdp.comm import UnitCompression
-from lightning_pardist.engines.fsdp.direct_param_use import DirectUse, InBackward
+from lightning_pardist.engines.fsdp.direct_param_use import DirectUse, InBackward, UseInHooks
 from lightning_pardist.engines.fsdp.fsdp_units import Unit, format_units
 from lightning_pardist.engines.fsdp.hidden_gradient import refuse_set
 from lightning_pardist.engines.fsdp.pipeline_fsdp import FSDPMicrobatchContext, UnitForward
@@ -84,6 +84,7 @@ class FullySharded:
         self._root = units[-1]
         self._watch = detect_direct_param_use
         self._watched: set[str] = set()
+        self._in_hooks: UseInHooks | None = None
         self._changed_together: set[ShardedUnit] = set()
         self._save_gathers = save_gathers
         self._first: ShardedUnit | None = None
@@ -179,6 +180,29 @@ class FullySharded:
             if uses is not None:
                 inside.enter_context(backward_inside(InBackward(uses)))
             yield
+
+    @contextlib.contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """Context manager around user code outside of steps: units whose parameters it computes with are gathered.
+
+        They stay gathered until the context ends, which writes changes of them to the shards. Collective over the mesh
+        if a unit has to be gathered.
+        """
+        if self._runtime.inside:
+            yield
+            return
+        if self._in_hooks is None:
+            self._in_hooks = UseInHooks(
+                self._units,
+                self._runtime.tiled,
+                is_idle=lambda: self._runtime.inside == 0,
+                may_be_alone=lambda: self.sequencer.active,
+            )
+        # The mode would be traced into compiled blocks.
+        with eagerly(), self._in_hooks:
+            yield
+        # Also the last unit of a step, which its own call leaves gathered: other ranks may not have called it.
+        self.reshard_all()
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pardist.compat.fake_tensors import FakeTensor
 from lightning_pardist.compat.modules import own_parameters
@@ -27,6 +28,7 @@ from lightning_pardist.engines.pipeline.nested import Spec, flatten, follow, reb
 from lightning_pardist.engines.pipeline.owner_regions import OwnerRegion, RegionChannel, RegionFailure
 from lightning_pardist.engines.pipeline.placement import Placement
 from lightning_pardist.engines.pipeline.replay import StageReplay, attribute_of, set_attribute
+from lightning_pardist.local_tensors import gather_over_data
 
 _TIMEOUT = re.compile("timeout|timed out|connection|closed", re.IGNORECASE)
 
@@ -270,7 +272,10 @@ class OutOfScheduleForward:
     def _fetch(self) -> None:
         own = dict(self.placement.module.named_parameters())
         for name in self._read_by_free_code():
-            self.placement.broadcast(own[name], self.placement.holders[name][0], self._channel.group)
+            # Its holders may have shards of it: they gather it, and keep their shards.
+            held: Tensor = own[name]
+            whole = gather_over_data(held) if isinstance(held, DTensor) else held
+            self.placement.broadcast(whole, self.placement.holders[name][0], self._channel.group)
             own[name].grad = own[name].grad if own[name] not in self._borrowed else None
 
     def _release_borrowed(self) -> None:
