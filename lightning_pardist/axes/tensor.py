@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -218,7 +217,7 @@ class TensorAxis(SharedBatchAxis):
 
     @override
     def around_hook(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.runtime is None else implicit_replication()
+        return nullcontext() if self.runtime is None else self.runtime.in_hook()
 
     # --- the gradient norm --------------------------------------------------------------------------------------
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from lightning_pardist.compat.contract import Private
 
-_LACKING = "torch.equal and detect_anomaly under tensor parallelism"
+_LACKING = "torch.equal, detect_anomaly and numbers read from parameters of which ranks hold parts"
 NAMES = (
     Private("torch.distributed.tensor.DTensor._op_dispatcher", _LACKING, "torch.library, once it takes DTensors"),
     Private("torch.distributed.tensor._dispatch.OpDispatcher._custom_op_handlers", _LACKING,
@@ -20,6 +20,8 @@ NAMES = (
     Private("torch.ops.aten._is_all_true", _LACKING, "the operator that detect_anomaly calls"),
 )  # fmt: skip
 
+#: Pending reductions that are linear.
+_SUMS = ("sum", "avg")
 #: Number of runs that use the operators.
 _users = 0
 
@@ -32,6 +34,10 @@ def complete_operators() -> None:
       ranks of one tensor group may take part in the comparison.
     - The operators that ``detect_anomaly`` runs on every gradient, applied to this rank's shard. Not collective: a rank
       whose shard has a NaN stops, and the job with it.
+    - A tensor's Python number (``float(p.norm())``, ``p.grad.abs().max().item()``), which torch takes from this rank's
+      part of a pending reduction. Collective over the mesh of the tensor.
+    - ``sum`` and ``mean`` of pending norms and maxima (``torch.stack([p.norm() for p in parameters]).sum()``), which
+      torch adds up by rank before it completes them. Collective over the mesh of the tensor.
     """
     global _users
     _users += 1
@@ -56,12 +62,42 @@ def _handlers() -> list[tuple[Any, Any]]:
         (aten.equal.default, _equal),
         (aten._is_any_true.default, _on_own_part),
         (aten._is_all_true.default, _on_own_part),
+        (aten._local_scalar_dense.default, _number),
+        *((operator, _of_completed) for operator in (aten.sum.default, aten.sum.dim_IntList)),
+        *((operator, _of_completed) for operator in (aten.mean.default, aten.mean.dim)),
     ]
 
 
 def _on_own_part(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     result: Tensor = op_call(args[0]._local_tensor)
     return result
+
+
+def _number(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return op_call(tensor._local_tensor)
+    with torch.no_grad():
+        return op_call(tensor.detach().full_tensor())
+
+
+def _of_completed(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Complete the pending reductions of the input that are no sums, and run torch's own version."""
+    tensor = args[0]
+    placements = [Replicate() if _is_no_sum(each) else each for each in tensor.placements]
+    if placements != list(tensor.placements):
+        args = (tensor.redistribute(placements=placements), *args[1:])
+    known = DTensor._op_dispatcher._custom_op_handlers
+    handler = known.pop(op_call)
+    try:
+        return op_call(*args, **kwargs)
+    finally:
+        known[op_call] = handler
+
+
+def _is_no_sum(placement: Placement) -> bool:
+    # A pending norm is a kind of pending sum, of powers.
+    return isinstance(placement, Partial) and (type(placement) is not Partial or placement.reduce_op not in _SUMS)
 
 
 def _equal(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.dtensor import flatten_mesh
+from lightning_pardist.compat.dtensor_operators import complete_operators, restore_operators
 from lightning_pardist.compat.fake_group import backend_on
 from lightning_pardist.compat.patches import backward_inside
 from lightning_pardist.compat.process_groups import timeout_of
@@ -75,6 +76,7 @@ class FullySharded:
         compression: UnitCompression,
         ignored: Collection[nn.Parameter] = (),
     ) -> None:
+        complete_operators()
         self.module = module
         self.mesh = mesh
         self.replicated = replicated
@@ -572,6 +574,7 @@ class FullySharded:
             unit.state.undo(_whole_parameter)
         for tiled in self._runtime.tiled:
             tiled.undo()
+        restore_operators()
 
     def abandon(self) -> None:
         """Restore the module's shards after a run failed, here or on another rank. Not collective."""

@@ -117,6 +117,7 @@ class TensorRuntime:
         #: Whether the autograd node of a parameter's local shard records the parameter, see :func:`opened_parameter`.
         self._notes_parameters = False
         self._depth = 0
+        self._in_hook = False
         self._called: tuple[nn.Module, ExitStack] | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -139,7 +140,8 @@ class TensorRuntime:
             yield
             return
         with ExitStack() as stack:
-            stack.enter_context(implicit_replication())
+            if not self._in_hook:
+                stack.enter_context(implicit_replication())
             stack.enter_context(_whole_arguments_for_custom_functions(self))
             stack.enter_context(_without_mha_fast_path())
             stack.enter_context(eager())
@@ -148,6 +150,16 @@ class TensorRuntime:
             stack.enter_context(self._counted())
             self._forget()
             yield
+
+    @contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """Context manager around user code outside of steps: parameters and plain tensors may be used together."""
+        before, self._in_hook = self._in_hook, True
+        try:
+            with nullcontext() if before or self._depth else implicit_replication():
+                yield
+        finally:
+            self._in_hook = before
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
