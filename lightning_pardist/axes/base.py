@@ -368,7 +368,7 @@ class ParallelAxis:
         isolated_workers: Whether each training rank is its own world.
         calls_may_differ: Whether ranks may call layers in different orders during an evaluation.
         calls_communicate: Whether layer calls run communication.
-        wraps_hooks: Whether hooks of the user's outside of steps run in :meth:`around_hook`.
+        wraps_hooks: Whether hooks of the user's run in :meth:`around_hook` and :meth:`around_gradient_hook`.
         context: Run state shared with the other axes.
     """
 
@@ -520,6 +520,10 @@ class ParallelAxis:
 
     def around_hook(self) -> AbstractContextManager[Any]:
         """Return a context for a hook outside of steps, in which user code may compute with the module's parameters."""
+        return nullcontext()
+
+    def around_gradient_hook(self) -> AbstractContextManager[Any]:
+        """Return a context for a hook between backward and the update, in which user code may change gradients."""
         return nullcontext()
 
     def plain(self, tree: Any) -> Any:

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -368,6 +369,11 @@ class FSDPAxis(DataParallelAxis):
             for sharded in self._all_sharded:
                 stack.enter_context(sharded.in_hook())
             yield
+
+    @override
+    def around_gradient_hook(self) -> AbstractContextManager[Any]:
+        # Plain tensors (masks, noise) have the same elements on all ranks.
+        return implicit_replication()
 
     @override
     def before_collective(self) -> None:

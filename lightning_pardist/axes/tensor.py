@@ -219,6 +219,10 @@ class TensorAxis(SharedBatchAxis):
     def around_hook(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.runtime is None else self.runtime.in_hook()
 
+    @override
+    def around_gradient_hook(self) -> AbstractContextManager[Any]:
+        return self.around_hook()
+
     # --- the gradient norm --------------------------------------------------------------------------------------
 
     @override

@@ -66,12 +66,18 @@ class Autoencoder(pl.LightningModule):
         if self.reads:
             self.read([p.grad for p in self.parameters()])
 
+    def on_before_optimizer_step(self, optimizer):
+        if self.reads:
+            weight = self.encoder.first.weight
+            weight.grad.mul_(torch.linspace(0, 1, weight.numel()).view(weight.shape))
+
     def read(self, tensors):
         """Write down Python numbers of tensors of which ranks hold parts, and what is computed from them."""
-        norms = torch.stack([each.norm() for each in tensors])
-        self.found += [float(tensors[1].norm()), tensors[1].abs().max().item(), float(tensors[1].mean())]
+        weight, norms = tensors[2], torch.stack([each.norm() for each in tensors])
+        self.found += [float(weight.norm()), weight.abs().max().item(), float(weight.mean())]
         self.found += [float(norms.sum()), float(norms.mean()), float(norms.norm()), float(norms.max())]
-        self.found += [float(tensors[1].min() < tensors[1].mean()), int(tensors[1].argmax()), float(norms.sum() ** 2)]
+        self.found += [float(weight.detach().cpu().numpy().sum()), *weight[0, :2].tolist()]
+        self.found += [float(weight.min() < weight.mean()), float(norms.sum() ** 2)]
 
     def on_validation_epoch_end(self):
         if self.alone and self.global_rank:

@@ -191,7 +191,14 @@ class UseInHooks(DirectUse):
     ) -> Any:
         if not self._is_idle():
             return func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and self._is_gathered(args[0]):
+            # The array would keep the memory, which is freed after the hook.
+            args = (args[0].clone(), *args[1:])
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _is_gathered(self, value: torch.Tensor) -> bool:
+        homes = (gathered.home for unit in self._units if unit.gathered for gathered in unit.whole.values())
+        return not isinstance(value, DTensor) and memory_of(value) in {memory_of(home) for home in homes} - {0}
 
     def _is_sharded(self, value: Any) -> bool:
         return isinstance(value, DTensor)
