@@ -173,6 +173,12 @@ def gather_over_data(value: DTensor) -> Tensor:
     )
 
 
+def gather_whole(value: DTensor) -> Tensor:
+    """Gather a tensor over all its axes, without gradients. Collective over its mesh."""
+    gathered = gather_over_data(value)
+    return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
+
+
 def padded_shard(value: DTensor, dim: int, size: int) -> Tensor:
     """Return this rank's shard over ``size`` ranks along ``dim``, contiguous and padded to the first rank's size."""
     local = local_shard(value).detach()

@@ -281,14 +281,11 @@ def report_reductions(note: Callable[..., None], *, arithmetic: bool) -> Iterato
                 wrap = functools.partial(noting, name=kind, writes=writes)
                 _replace(name, wrap, _REDUCING, of_torch=not (is_operator or writes))
                 _REDUCING_NAMES.add(name)
-        for module, names in (
-            (torch.nn.functional, (*LABEL_LOSSES, *ELEMENT_LOSSES)),
-            (torch, ("stack",) * arithmetic),
-        ):
-            for name in names:
-                if name not in _REDUCING_NAMES:
-                    _replace_in(module, name, functools.partial(noting, name=name), _REDUCING)
-                    _REDUCING_NAMES.add(name)
+        functions = [(torch.nn.functional, name) for name in (*LABEL_LOSSES, *ELEMENT_LOSSES)]
+        for module, name in [*functions, (torch, "stack")] if arithmetic else functions:
+            if name not in _REDUCING_NAMES:
+                _replace_in(module, name, functools.partial(noting, name=name), _REDUCING)
+                _REDUCING_NAMES.add(name)
         _REDUCING_USERS[thread] = note
     try:
         yield

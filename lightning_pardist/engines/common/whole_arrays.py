@@ -8,6 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_pardist.local_tensors import gather_whole
+
 #: Methods that torch refuses for ``DTensor``.
 _READING = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
 
@@ -19,6 +21,5 @@ class WholeArrays(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _READING and isinstance(args[0], DTensor):
-            whole = args[0].full_tensor()
-            args = (whole.detach() if kwargs and kwargs.get("force") else whole, *args[1:])
+            args = (gather_whole(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))

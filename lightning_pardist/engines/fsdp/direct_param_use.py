@@ -15,7 +15,7 @@ from lightning_pardist.compat.fsdp2 import ShardedParameter
 from lightning_pardist.engines.common.parameter_write_guard import memory_of, writes
 from lightning_pardist.engines.fsdp.backward import ShardedUnit
 from lightning_pardist.engines.fsdp.tiling import TiledLinear
-from lightning_pardist.local_tensors import gather_over_data, local_shard
+from lightning_pardist.local_tensors import gather_whole, local_shard
 
 
 class DirectUse(TorchFunctionMode):
@@ -212,9 +212,8 @@ class UseInHooks(DirectUse):
                     " Other ranks, which would have to take part, may not run this code. Start from whole values, on"
                     " all ranks: parameter.full_tensor()."
                 )
-            whole: Any = gather_over_data(value)
-        else:
-            whole = super()._unsharded(value)
+            return gather_whole(value)
+        whole = super()._unsharded(value)
         # Gathered over the data ranks, it may still be split over tensor ranks.
         return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
