@@ -319,6 +319,7 @@ def _buffers():
         def __init__(self):
             super().__init__()
             self.register_buffer("moving", torch.zeros(2))
+            self.register_buffer("behind_data", torch.zeros(2))
             self.register_buffer("constant", torch.ones(2))
             self.norm = nn.BatchNorm1d(2)
 
@@ -327,22 +328,23 @@ def _buffers():
     for _ in range(2):
         sync.before_training_step()
         module.moving += rank + 1
+        module.behind_data.data.add_(rank + 1)
         module.norm.running_mean += rank + 1
         sync.after_training_step()
     before = module.norm.running_mean[0].item()
     sync.before_training_step()
-    live, moving = list(sync._live), module.moving.clone()
+    live, moving = list(sync._live), module.moving + module.behind_data
     sync.synchronize()
     return live, moving, before, module.norm.running_mean[0].item(), sync.differing
 
 
 def test_buffers_only_what_changes_and_is_read_travels_each_step():
     left, right = run_ranks(2, _buffers)
-    assert left[0] == right[0] == ["moving"]
+    assert left[0] == right[0] == ["moving", "behind_data"]
     assert torch.equal(left[1], right[1])
     assert right[2] == 4.0
     assert left[3] == right[3] == 2.0
-    assert left[4] == right[4] == ["moving"]
+    assert left[4] == right[4] == ["moving", "behind_data"]
 
 
 def _sparse():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,16 +45,16 @@ class BufferSync:
         #: Names of buffers that differed between ranks after the observed step, before they were sent.
         self.differing: list[str] = []
         self._live: list[str] = []
-        self._versions: dict[str, tuple[int, int]] | None = None
+        self._states: dict[str, Any] | None = None
         self._sparse = set(describe_sparse_buffers(module))
         self._sparse_seen: list[tuple[str, tuple[int, int], bool]] = []
         if self.group.size() > 1:
-            self._versions = self._current_versions()
+            self._states = self._current_states()
 
     def observe(self) -> None:
         """Observe the next step to find the buffers that change. Must be called on every rank at the same step."""
         if self.group.size() > 1:
-            self._versions = self._current_versions()
+            self._states = self._current_states()
 
     def before_training_step(self) -> None:
         """Broadcast the buffers that change during training. Collective over the group if there are any."""
@@ -68,10 +69,10 @@ class BufferSync:
             ValueError: If a sparse buffer has changed.
         """
         self._refuse_changed_sparse()
-        if self._versions is None:
+        if self._states is None:
             return
-        before, self._versions = self._versions, None
-        now = self._current_versions()
+        before, self._states = self._states, None
+        now = self._current_states()
         everything = agree_on_buffers(self.module, group=self.group)
         self._send(each for each in everything if not each.is_everywhere)
         agreed = [each for each in everything if id(each.tensor) not in self._statistics]
@@ -101,8 +102,13 @@ class BufferSync:
         if self.group.size() > 1:
             self._send(agree_on_buffers(self.module, group=self.group))
 
-    def _current_versions(self) -> dict[str, tuple[int, int]]:
-        return {name: seen for name, seen, dense in self._seen() if dense and seen[0] not in self._statistics}
+    def _current_states(self) -> dict[str, Any]:
+        """Return identity, version and checksums of each buffer: writes through ``.data`` leave the version alone."""
+        versions = {name: seen for name, seen, dense in self._seen() if dense and seen[0] not in self._statistics}
+        named = dict(self.module.named_buffers(remove_duplicate=False))
+        parts = {name: local_shard(named[name]).detach() for name in versions if not named[name].is_meta}
+        values = [_fingerprint(part).nan_to_num().tolist() for part in parts.values()]
+        return {name: (seen, *dict(zip(parts, values, strict=True)).get(name, ())) for name, seen in versions.items()}
 
     def _seen(self) -> Iterator[tuple[str, tuple[int, int], bool]]:
         """Yield names of buffers, their identities and versions, and whether they are dense."""
