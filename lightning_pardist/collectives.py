@@ -120,18 +120,44 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-class _Arrival:
-    """A pending receive into host memory that is copied to the target's device on wait."""
+#: Messages that an error kept from being waited for, with their buffers.
+_abandoned: list[tuple[Any, Tensor]] = []
 
-    def __init__(self, work: Any, message: Tensor, target: Tensor) -> None:
-        self._work, self._message, self._target = work, message, target
+
+class Message:
+    """A pending send or receive. What is received for a tensor on another device is copied to it on wait.
+
+    gloo stops reading from a peer that answers to a send or receive whose handle is gone: all later collectives with
+    this peer would wait forever. A message that is dropped before it was waited for, because a step failed on this
+    rank, is therefore kept with its buffer until the process groups are destroyed.
+    """
+
+    def __init__(self, work: Any, buffer: Tensor, target: Tensor | None = None) -> None:
+        self._work, self._buffer, self._target = work, buffer, target
+
+    def is_completed(self) -> bool:
+        """Return whether the message is known to have been transferred."""
+        return self._work is None or bool(self._work.is_completed())
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the message and copy it to the target; same signature as torch's ``Work.wait``."""
-        self._work.wait() if timeout is None else self._work.wait(timeout)
-        # Through `.data`, like a direct receive: autograd does not count the write.
-        self._target.data.copy_(self._message)
+        """Wait for the transfer; same signature as torch's ``Work.wait``. Later calls do nothing."""
+        work, self._work = self._work, None
+        if work is None:
+            return True
+        work.wait() if timeout is None else work.wait(timeout)
+        if self._target is not None:
+            # Through `.data`, like a direct receive: autograd does not count the write.
+            self._target.data.copy_(self._buffer)
         return True
+
+    def __del__(self) -> None:
+        if not self.is_completed():
+            _abandoned.append((self._work, self._buffer))
+
+
+def forget_abandoned() -> None:
+    """Drop messages that were never waited for. To be called once their process groups are destroyed."""
+    _abandoned.clear()
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -160,7 +186,7 @@ def table_device(group: dist.ProcessGroup, device: torch.device) -> torch.device
     return torch.device("cpu") if torch.device("cpu") in device_types(group) else device
 
 
-def isend(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) -> tuple[Any, Tensor]:
+def isend(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) -> Message:
     """Begin to send a tensor on any device, as :func:`torch.distributed.isend`.
 
     Args:
@@ -170,22 +196,22 @@ def isend(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) 
         tag: Distinguishes messages, if the backend has tags.
 
     Returns:
-        The work to wait for, and the buffer that must stay alive until then.
+        The message to wait for before ``tensor`` is written.
     """
-    message = tensor.to(wire_device(group, tensor.device))
-    return dist.isend(message, group=group, group_dst=peer, tag=tag), message
+    buffer = tensor.to(wire_device(group, tensor.device))
+    return Message(dist.isend(buffer, group=group, group_dst=peer, tag=tag), buffer)
 
 
-def irecv(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) -> Any:
+def irecv(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) -> Message:
     """Begin to receive into a tensor on any device, as :func:`torch.distributed.irecv`; arguments as of :func:`isend`.
 
     Returns:
-        The work to wait for before ``tensor`` is read.
+        The message to wait for before ``tensor`` is read.
     """
     wire = wire_device(group, tensor.device)
-    message = tensor if wire == tensor.device else torch.empty_like(tensor, device=wire)
-    work = dist.irecv(message, group=group, group_src=peer, tag=tag)
-    return work if message is tensor else _Arrival(work, message, tensor)
+    buffer = tensor if wire == tensor.device else torch.empty_like(tensor, device=wire)
+    work = dist.irecv(buffer, group=group, group_src=peer, tag=tag)
+    return Message(work, buffer, target=None if buffer is tensor else tensor)
 
 
 def gather_among(tensor: Tensor, *, group: dist.ProcessGroup, ranks: Sequence[int]) -> Tensor:
@@ -205,7 +231,7 @@ def gather_among(tensor: Tensor, *, group: dist.ProcessGroup, ranks: Sequence[in
     works = []
     for rank, part in zip(ranks, parts, strict=True):
         if rank != group.rank():
-            works.append(isend(message, rank, group=group)[0])
+            works.append(isend(message, rank, group=group))
             works.append(irecv(part, rank, group=group))
     for work in works:
         work.wait()

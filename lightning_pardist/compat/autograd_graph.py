@@ -80,6 +80,33 @@ def kept(node: Node, name: str) -> Any:
     return saved(node, name) if getattr(raw, "unpack_hook", raw) is None and raw is not None else None
 
 
+def copies_or_adds(node: Node) -> bool:
+    """Return whether a write into a part of a tensor (``CopySlices``) copied or added its source.
+
+    Autograd only records that something was written. The gradients tell what: those of an addition and of a copy are the
+    gradient of the result, or zero where it was overwritten.
+
+    Args:
+        node: A node whose backward has not run.
+    """
+    sizes = shape_of(node)
+    if sizes is None:
+        return False
+    like = node._input_metadata[0]
+    with torch.no_grad(), no_modes():
+        ones = torch.ones(sizes, dtype=like.dtype, device=like.device)
+        try:
+            base, *sources = node(ones)  # type: ignore[operator]
+        except RuntimeError:
+            return False
+        parts = [] if base is None else [base]
+        return all(bool(((part == 0) | (part == 1)).all()) for part in (*parts, *filter(_is_tensor, sources)))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
 def _signed(value: Any) -> Any:
     return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 

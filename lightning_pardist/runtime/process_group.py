@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pardist.collectives import forget_abandoned
 from lightning_pardist.compat.process_groups import HashStore, PrefixStore, Store, default_store
 from lightning_pardist.runtime.rendezvous import RendezvousEndpoint, interface_towards, open_store
 
@@ -224,3 +225,4 @@ def verify_same_module(module: nn.Module, *, group: dist.ProcessGroup, constants
 def _destroy() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget_abandoned()

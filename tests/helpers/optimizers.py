@@ -125,6 +125,23 @@ class Lion(Own):
                     m.lerp_(p.grad, 0.01)
 
 
+class Counting(Own):
+    """SGD whose step count, kept beside the parameters' state, weakens its momentum."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+        self.state["steps"] = 0
+
+    def update(self):
+        self.state["steps"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.mul_(0.9 / self.state["steps"]).add_(p.grad)
+                    p.sub_(group["lr"] * momentum)
+
+
 class NormOfAll(Own):
     """Optimizer that divides by the gradient norm over all of its parameters."""
 
@@ -177,6 +194,7 @@ ELEMENTWISE: dict[str, Callable[..., Optimizer]] = {
     "Rprop": functools.partial(_T.Rprop, lr=0.01),
     "SGD": functools.partial(_T.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "Lion (user's)": Lion,
+    "Counting (user's)": Counting,
     "SGD of matrices": matrices(functools.partial(_T.SGD, lr=0.1, momentum=0.9)),
 }
 PER_TENSOR: dict[str, Callable[..., Optimizer]] = {

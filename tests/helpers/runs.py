@@ -104,10 +104,13 @@ def global_losses(losses: list[Tensor], devices: int) -> Tensor:
 
 
 def _flat_state(states: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return {
-        f"{index}.{number}.{key}": value.detach().double().clone()
-        for index, optimizer_state in enumerate(states)
-        for number, state in optimizer_state["state"].items()
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-    }
+    flat = {}
+    for index, optimizer_state in enumerate(states):
+        for number, state in optimizer_state["state"].items():
+            if not isinstance(state, dict):
+                # A value that belongs to no parameter.
+                flat[f"{index}.{number}"] = torch.as_tensor(state).double()
+                continue
+            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            flat |= {f"{index}.{number}.{key}": value.detach().double().clone() for key, value in tensors.items()}
+    return flat

@@ -68,7 +68,8 @@ QUICK = {
     if devices < 8 and row not in ("ddp-2", "zero1-2", "zero2-3", "hsdp-4", "islands_zero2-4", "islands_zero3-4")
 }
 #: Optimizer state created in the constructor, here for tensors that are also split.
-QUICK["tp_zero2-4"] += ("Adagrad",)
+QUICK["tp_zero2-4"] += ("Adagrad", "Counting (user's)")
+QUICK["zero3-2"] += ("Counting (user's)",)
 #: Families that need other modules: LBFGS has steps of size 1 and line searches in torch's own tests.
 _MODULES = {"LBFGS": Convex, "SparseAdam": Looked}
 SETTINGS = {"precision": "64-true", "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}

@@ -82,7 +82,7 @@ def gather_values(tree: Any, group: dist.ProcessGroup, device: torch.device) -> 
         holder = next((rank for rank, has in enumerate(everybody) if place in has), None)
         if holder == group.rank():
             tensor = leaves[places[place]].detach().to(device).contiguous()
-            isend(tensor, 0, group=group)[0].wait()
+            isend(tensor, 0, group=group).wait()
         elif holder is not None and group.rank() == 0:
             leaf = leaves[places[place]]
             received = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)

@@ -29,6 +29,8 @@ REDUCED, CONSTANT = -1, -2
 #: Number of operations through which the batch dim is followed; beyond it, the dim is inferred from the shape.
 REACH = 24
 ADDITIONS = {"Add", "Sub", "Rsub", "Stack", "Cat"}
+#: Operation that writes into a part of a tensor, as in ``terms[0] = loss``; which one it was is not recorded.
+WRITE = "CopySlices"
 SAME = {"Neg", "ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Expand"}
 SAME |= {"Select", "Slice", "T", "Transpose", "Permute", "Diagonal", "Index", "MaskedFill"}
 #: Operations that only rearrange elements.
@@ -128,6 +130,12 @@ class BatchDims:
             return self._dim_of_matrix_product(node, kind, sides)
         if kind in ("Stack", "Cat"):
             return self._dim_of_stack(node, kind, inputs)
+        if kind == "AsStrided" and inputs and self.of(inputs[0]) < 0:
+            return self.of(inputs[0])
+        if kind == WRITE and inputs:
+            # A tensor without gradient into which samples are written may have its own order of dims.
+            dim = max(self.of(child) for child in inputs)
+            return dim if dim < 0 else self._by_shape(node)
         if kind in ("T", "Transpose", "Permute", "Unsqueeze", "Select", "Unbind") and inputs:
             return _moved(node, kind, self.of(inputs[0]), shape_of(inputs[0]))
         if kind in LOSSES and saved(node, "reduction") in (1, 2):

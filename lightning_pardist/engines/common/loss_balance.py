@@ -392,9 +392,10 @@ def _combined(values: Sequence[Value], own: Tensor, total: Tensor) -> Tensor:
     begin = _HEAD + _COUNTS
     weights, parts = total[begin : begin + len(values)], total[begin + _VALUES :][: len(values)]
     sums = _message([float(value.weight is None) for value in values], total.device)
-    # If no rank's batch counts, each rank keeps its own values.
+    # If no rank's batch counts, or counts for a value, each rank keeps its own values.
     alike = (total[0] > 0) & (total[0] * total[7] == total[6] ** 2)
-    return torch.where(alike, torch.where(sums > 0, parts, parts / weights), _stacked(values, own))
+    known = alike & ((sums > 0) | (weights != 0))
+    return torch.where(known, torch.where(sums > 0, parts, parts / weights), _stacked(values, own))
 
 
 def _factor(own: Tensor, total: Tensor, ranks: int) -> Tensor:

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_pardist.compat.autograd_graph import (
+    copies_or_adds,
     inputs_of,
     is_python_number,
     kind_of,
@@ -53,6 +54,7 @@ from lightning_pardist.engines.common.batch_dim import (
     REDUCTIONS,
     SAME,
     STATISTICS,
+    WRITE,
     BatchDims,
     GatheredResults,
     reduced_dims,
@@ -389,6 +391,8 @@ class _Walk:
         if kind in ADDITIONS:
             lone = kind not in ("Stack", "Cat") and len(inputs) < 2
             return at.summands(with_number=lone or None in inputs_of(node))
+        if kind == WRITE and self.batch_dim(node) == REDUCED and copies_or_adds(node):
+            return at.summands(with_number=None in inputs_of(node))
         if self.batch_dim(node) == CONSTANT:
             return replace(at.term("constant", kind), of_held=self._is_of_held(node))
         if kind in REDUCTIONS:
@@ -399,7 +403,8 @@ class _Walk:
             return self._contraction(at, inputs, kind)
         if kind in ("Mul", "Div") and inputs:
             return self._product(at, inputs, kind)
-        if kind in SAME and inputs:
+        # A part of a tensor that was written to is a strided view for autograd.
+        if (kind in SAME or kind == "AsStrided") and inputs:
             return [at.below(inputs[0])]
         if kind in CURVES and inputs:
             return [at.below(inputs[0], nonlinear=f"{kind} of a mean is not the mean over the parts of the batch")]
@@ -448,7 +453,7 @@ class _Walk:
         if dim not in dims:
             # A mean of stacked losses has a divisor; a mean over features counts no items of the batch.
             items = math.prod(sizes[each] for each in dims)
-            counts = kind == "Mean" and kind_of(child) in ("Stack", "Cat")
+            counts = kind == "Mean" and kind_of(child) in ("Stack", "Cat", WRITE)
             return [at.below(child, divisor=float(items) if counts else None)]
         if any(each.table for each in at.divisors):
             return self._means(at, kind, dims, sizes)

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pardist.collectives import all_gather_flat
+from lightning_pardist.collectives import Message, all_gather_flat, irecv, isend
 from lightning_pardist.compat.fake_group import backend_of
 
 #: Message tags, unlikely to collide with those of users' own messages (0 and up). The message size is added: gloo ends
@@ -38,12 +37,12 @@ class SliceExchange(dist.Work):
     """Work handle for a set of sends and receives.
 
     Args:
-        works: Handles of the messages.
+        messages: The messages.
     """
 
-    def __init__(self, works: Sequence[Any]) -> None:
+    def __init__(self, messages: Sequence[Message]) -> None:
         super().__init__()
-        self._works = list(works)
+        self._messages = list(messages)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until all messages are sent and received, with the group's timeout.
@@ -51,9 +50,9 @@ class SliceExchange(dist.Work):
         Raises:
             RuntimeError: If a peer has failed or the timeout expires.
         """
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        messages, self._messages = self._messages, []
+        for message in messages:
+            message.wait()
         return True
 
 
@@ -74,9 +73,9 @@ def gather_slices(whole: Tensor, *, group: dist.ProcessGroup) -> dist.Work:
     if not whole.numel():
         return SliceExchange([])
     peers, tag = _peers(group), _tag(_GATHER_TAG, slices[rank])
-    works = [dist.irecv(slices[peer], group=group, group_src=peer, tag=tag) for peer in peers]
-    works += [dist.isend(slices[rank], group=group, group_dst=peer, tag=tag) for peer in peers]
-    return SliceExchange(works)
+    messages = [irecv(slices[peer], peer, group=group, tag=tag) for peer in peers]
+    messages += [isend(slices[rank], peer, group=group, tag=tag) for peer in peers]
+    return SliceExchange(messages)
 
 
 @dataclass
@@ -135,14 +134,14 @@ def scatter_slices(whole: Tensor, *, group: dist.ProcessGroup) -> Reduction:
     """
     size, slices = group.size(), whole.chunk(group.size())
     received = whole.new_empty(size - 1, whole.numel() // size)
-    works: list[Any] = []
+    messages: list[Message] = []
     if whole.numel():
         peers, tag = _peers(group), _tag(_SCATTER_TAG, slices[0])
         # One row per peer, in rank order, the order of summation.
         rows = dict(zip(sorted(peers), received.unbind(0), strict=True))
-        works = [dist.irecv(rows[peer], group=group, group_src=peer, tag=tag) for peer in peers]
-        works += [dist.isend(slices[peer], group=group, group_dst=peer, tag=tag) for peer in peers]
-    return Reduction(whole, received, group.rank(), SliceExchange(works))
+        messages = [irecv(rows[peer], peer, group=group, tag=tag) for peer in peers]
+        messages += [isend(slices[peer], peer, group=group, tag=tag) for peer in peers]
+    return Reduction(whole, received, group.rank(), SliceExchange(messages))
 
 
 def _tag(kind: int, message: Tensor) -> int:

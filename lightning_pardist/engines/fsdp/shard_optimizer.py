@@ -127,8 +127,13 @@ def restore_step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.__dict__.pop("step", None)
 
 
-def _local_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """Convert a parameter's state to local tensors, including state created before the first step (Adagrad)."""
+def _local_entry(entry: Any) -> Any:
+    """Convert a parameter's state to local tensors, including state created before the first step (Adagrad).
+
+    State that belongs to no parameter (``self.state["steps"] = 0``) is returned as it is.
+    """
+    if not isinstance(entry, dict):
+        return entry
     for key, value in entry.items():
         if isinstance(value, DTensor):
             entry[key] = local_shard(value)

@@ -225,15 +225,15 @@ class Placement:
         group = self.group or world_group()
         first, *others = ranks
         if self.rank != first:
-            isend(flat, first, group=group)[0].wait()
+            isend(flat, first, group=group).wait()
             irecv(flat, first, group=group).wait()
             return flat
         for rank in others:
             share = torch.empty_like(flat)
             irecv(share, rank, group=group).wait()
             flat += share
-        for work, _ in [isend(flat, rank, group=group) for rank in others]:
-            work.wait()
+        for message in [isend(flat, rank, group=group) for rank in others]:
+            message.wait()
         return flat
 
     def take_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:

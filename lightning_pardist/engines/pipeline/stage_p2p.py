@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pardist.collectives import irecv, isend, wire_device, world_group
+from lightning_pardist.collectives import Message, irecv, isend, wire_device, world_group
 from lightning_pardist.engines.pipeline.errors import PipelineTimeoutError
 from lightning_pardist.engines.pipeline.records import ConstLeaf, Leaf, Output, TensorLeaf, Value
 
@@ -129,7 +129,7 @@ class StageP2P:
         self.trust = trust_signatures
         self._sent = _LayoutCache(is_final=trust_signatures)
         self._received = _LayoutCache(is_final=trust_signatures)
-        self._pending: list[tuple[Any, torch.Tensor]] = []
+        self._pending: list[Message] = []
 
     def global_rank(self, rank: int) -> int:
         """Return the global rank of a rank of the pipeline."""
@@ -297,9 +297,9 @@ class StageP2P:
         self._sent.commit()
         self._received.commit()
         pending, self._pending = self._pending, []
-        for work, _ in pending:
+        for message in pending:
             try:
-                self._wait(work)
+                self._wait(message)
             except RuntimeError as error:
                 raise PipelineTimeoutError(
                     f"A message of rank {dist.get_rank()} was not taken within {self.timeout.total_seconds():.0f} s:"
@@ -313,10 +313,10 @@ class StageP2P:
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         if tensor.numel() == 0:
             return
-        self._pending = [(other, kept) for other, kept in self._pending if not other.is_completed()]
+        self._pending = [other for other in self._pending if not other.is_completed()]
         self._pending.append(isend(tensor.to(self._wire), peer, group=self.group, tag=tag))
 
-    def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+    def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
         return irecv(tensor, peer, group=self.group, tag=tag)
 
 

@@ -46,6 +46,23 @@ def mean(count):
 
 
 SUM = [("sum", 0.0)]
+
+
+def written(*terms):
+    vector = torch.zeros(len(terms))
+    for place, term in enumerate(terms):
+        vector[place] = term
+    return vector
+
+
+def added(*terms):
+    vector = torch.zeros(len(terms))
+    for place, term in enumerate(terms):
+        vector[place] += 0.5 * term
+        vector[place] += 0.5 * term.detach()
+    return vector
+
+
 CASES = {
     "ignore_index": (nll, mean(COUNT)),
     "class weights": (lambda: nll(weight=WEIGHT), mean(WEIGHTS)),
@@ -76,6 +93,8 @@ CASES = {
     "penalty": (lambda: nll() + penalty(), mean(COUNT)),
     "two terms": (lambda: nll() + 0.3 * samples().mean(), [*mean(COUNT), *mean(40.0)]),
     "a stack of terms": (lambda: torch.stack([nll(), samples().mean()]).mean(), [*mean(COUNT), *mean(40.0)]),
+    "terms written into a vector": (lambda: written(nll(), samples().mean()).sum(), [*mean(COUNT), *mean(40.0)]),
+    "terms added to a vector": (lambda: added(nll(), samples().mean()).mean(), [*mean(COUNT), *mean(40.0)]),
     "learned weights": (
         lambda: (-LOG_SIGMA[0]).exp() * nll() + (-LOG_SIGMA[1]).exp() * samples().mean() + LOG_SIGMA.sum(),
         [*mean(COUNT), *mean(40.0)],
@@ -97,6 +116,14 @@ def test_a_penalty_is_a_constant_however_many_parameters():
     net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(60)])
     loss = samples().mean() + sum(param.norm() for param in net.parameters())
     assert {term.kind for term in find_terms(loss, samples=BATCH)} == {"mean", "constant"}
+
+
+def test_terms_multiplied_into_a_vector_are_no_summands():
+    vector = torch.ones(2)
+    vector[0] = nll()
+    vector[0].mul_(samples().mean())
+    vector[1].mul_(samples().mean())
+    assert {term.kind for term in find_terms(vector.sum(), samples=BATCH)} == {"other"}
 
 
 def test_nothing_counts():
