@@ -83,7 +83,7 @@ def kept(node: Node, name: str) -> Any:
 def copies_or_adds(node: Node) -> bool:
     """Return whether a write into a part of a tensor (``CopySlices``) copied or added its source.
 
-    Autograd only records that something was written. The gradients tell what: those of an addition and of a copy are the
+    Autograd only records that something was written. The gradients tell what: those of an addition and a copy are the
     gradient of the result, or zero where it was overwritten.
 
     Args:

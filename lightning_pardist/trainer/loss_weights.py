@@ -184,7 +184,7 @@ class LossWeights:
             computed.
 
     Attributes:
-        warned_coupled: Whether the graph of the first loss showed samples that are compared with each other.
+        warned_coupled: Whether the graph of a loss showed samples that are compared with each other.
     """
 
     def __init__(
@@ -444,7 +444,7 @@ class LossWeights:
             return
         self._warned.add(found)
         rank_zero_info(f"Loss over ranks: {found}. loss_weight sets it.")
-        if len(self._warned) > 1:
+        if self.warned_coupled:
             return
         reasons = [*(term.nonlinear for term in terms if term.nonlinear), *uneven_products(terms)]
         reasons += couplings(loss, samples=BatchCut().samples_of(self._batch), gathers=True)

@@ -140,6 +140,10 @@ def overlap_of_all(logits, labels):
     return 1 - (2 * both / either).mean()
 
 
+def contrastive_if_any_counts(logits, labels):
+    return contrastive(logits, labels) if (labels != -100).any() else logits.sum() * 0
+
+
 def normalized(logits, labels):
     weights = labels.clamp(min=0).double().add(1).mean(1)
     return torch.dot((weights / weights.sum()).to(logits), logits.mean((1, 2)))
@@ -167,7 +171,7 @@ def mean_of_classes(logits, labels):
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, guarded, added, per_sample, sum_per_sample]
 SEVERAL = [two_terms, written, mixed, of_positives, of_nothing]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
-TOGETHER = [contrastive, in_pairs, mean_of_classes, mixed_up, normalized, by_rank, *GATHERED]
+TOGETHER = [contrastive, in_pairs, contrastive_if_any_counts, mean_of_classes, mixed_up, normalized, by_rank, *GATHERED]
 LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *TOGETHER)}
 COUPLED = {loss.__name__ for loss in TOGETHER}
 
@@ -360,13 +364,16 @@ class OfOwnLosses(Module):
         self.optimizers().param_groups[0]["lr"] = 0.05 * last.item()
 
 
-def _warned(sizes, given, strategy="pp", loss="contrastive", parts=2, everywhere=None):
+def _warned(sizes, given, strategy="pp", loss="contrastive", parts=2, everywhere=None, empty_first=False):
     module = Module(loss) if everywhere is None else OfOwnLosses(loss, everywhere)
     made = STRATEGIES[strategy](**given)
     trainer = quiet_trainer(strategy=made, devices=parts * len(sizes), use_distributed_sampler=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, _loader(sizes, trainer.strategy.distributed_sampler_kwargs["rank"]))
+        loader = _loader(sizes, trainer.strategy.distributed_sampler_kwargs["rank"])
+        if empty_first:
+            loader.dataset.tensors[1][:SAMPLES] = -100
+        trainer.fit(module, loader)
     return [str(each.message) for each in caught]
 
 
@@ -385,6 +392,11 @@ def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
 )
 def test_samples_that_are_put_together_are_said_once(strategy, parts, loss):
     said, *_ = run_ranks(2 * parts, _warned, EVEN, {}, strategy, loss, parts)
+    assert sum("couples the samples of a batch" in each for each in said) == 1
+
+
+def test_samples_that_are_compared_from_the_second_batch_on_are_said_once():
+    said, *_ = run_ranks(2, _warned, EVEN, {}, "ddp", "contrastive_if_any_counts", 1, None, True)
     assert sum("couples the samples of a batch" in each for each in said) == 1
 
 

@@ -272,6 +272,9 @@ def copy_of_groups(
         make: Callable[..., Optimizer] = type(optimizer)
         with suppress(TypeError, ValueError):
             clone.state = make([group for group in clone.param_groups if group["params"]]).state
+    if callable(train := getattr(clone, "train", None)):
+        # Schedule-free optimizers refuse to step before their user has switched them to training.
+        train()
     return clone
 
 

@@ -146,6 +146,29 @@ def test_counts_of_elements_are_no_estimates(form):
     assert find_scope(CountsElements(_parameters(), by_norm=True), form=form).scope == "per_tensor"
 
 
+class Switched(torch.optim.SGD):
+    """SGD that steps in training only, like schedule-free optimizers."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.param_groups[0]["train_mode"] = False
+
+    def train(self):
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    def step(self, closure=None):
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("Call train() first.")
+        return super().step(closure)
+
+
+def test_an_optimizer_is_tried_in_its_training_mode():
+    optimizer = Switched([nn.Parameter(torch.ones(4, 4))])
+    assert find_scope(optimizer, form="dims").scope == "elementwise"
+    assert not optimizer.param_groups[0]["train_mode"]
+
+
 def test_random_numbers_are_refused():
     with pytest.raises(ValueError, match=r"Cannot determine whether Draws .* draws random numbers"):
         find_scope(Draws(_parameters()), form="dims")
