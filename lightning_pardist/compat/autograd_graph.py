@@ -81,10 +81,10 @@ def kept(node: Node, name: str) -> Any:
 
 
 def copies_or_adds(node: Node) -> bool:
-    """Return whether a write into a part of a tensor (``CopySlices``) copied or added its source.
+    """Return whether a write into a part of a tensor (``CopySlices``) copied, added or subtracted its source.
 
-    Autograd only records that something was written. The gradients tell what: those of an addition and a copy are the
-    gradient of the result, or zero where it was overwritten.
+    Autograd only records that something was written. The gradients tell what: those of a sum and a copy are the
+    gradient of the result or its negative, or zero where it was overwritten. Waits for the device.
 
     Args:
         node: A node whose backward has not run.
@@ -96,15 +96,12 @@ def copies_or_adds(node: Node) -> bool:
     with torch.no_grad(), no_modes():
         ones = torch.ones(sizes, dtype=like.dtype, device=like.device)
         try:
-            base, *sources = node(ones)  # type: ignore[operator]
+            gradients: tuple[Tensor | None, ...] = node(ones)  # type: ignore[operator]
         except RuntimeError:
+            # The graph was freed, or has tensors of another kind.
             return False
-        parts = [] if base is None else [base]
-        return all(bool(((part == 0) | (part == 1)).all()) for part in (*parts, *filter(_is_tensor, sources)))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+        flat = torch.cat([each.detach().reshape(-1).abs() for each in gradients if each is not None])
+        return bool(((flat == 0) | (flat == 1)).all())
 
 
 def _signed(value: Any) -> Any:

@@ -246,8 +246,9 @@ def report_reductions(note: Callable[..., None], *, arithmetic: bool) -> Iterato
     Args:
         note: Called with the name (``"div"`` for the operator, too), the arguments, the keyword arguments and the
             result of a call that returns a plain tensor without dims, or with one dim if the name is ``"stack"``. The
-            keyword argument ``before`` is the first argument's value if the call wrote to it, else None.
-        arithmetic: Whether more arithmetic than quotients is reported, and stacks.
+            keyword argument ``before`` is the first argument's value if the call wrote to it, else None. Writes of an
+            element (``terms[0] = loss``) are reported as ``"write"``, with the tensor of one dim as the result.
+        arithmetic: Whether more arithmetic than quotients is reported, and stacks and writes.
     """
 
     def noting(function: Callable[..., Any], name: str, writes: bool = False) -> Callable[..., Any]:
@@ -271,6 +272,17 @@ def report_reductions(note: Callable[..., None], *, arithmetic: bool) -> Iterato
 
         return functools.wraps(function)(call)
 
+    def noting_writes(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Any, index: Any, value: Any) -> None:
+            function(tensor, index, value)
+            user = _REDUCING_USERS.get(threading.get_ident())
+            if type(index) is not int or user is None or torch.compiler.is_compiling():
+                return
+            if type(tensor) is torch.Tensor and tensor.dim() == 1:
+                user("write", (tensor, index, value), {}, tensor, before=None)
+
+        return functools.wraps(function)(call)
+
     thread = threading.get_ident()
     with _NOTING_LOCK:
         outer = _REDUCING_USERS.get(thread)
@@ -281,6 +293,9 @@ def report_reductions(note: Callable[..., None], *, arithmetic: bool) -> Iterato
                 wrap = functools.partial(noting, name=kind, writes=writes)
                 _replace(name, wrap, _REDUCING, of_torch=not (is_operator or writes))
                 _REDUCING_NAMES.add(name)
+        if arithmetic and "__setitem__" not in _REDUCING_NAMES:
+            _replace("__setitem__", noting_writes, _REDUCING, of_torch=False)
+            _REDUCING_NAMES.add("__setitem__")
         functions = [(torch.nn.functional, name) for name in (*LABEL_LOSSES, *ELEMENT_LOSSES)]
         for module, name in [*functions, (torch, "stack")] if arithmetic else functions:
             if name not in _REDUCING_NAMES:

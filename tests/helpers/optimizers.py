@@ -142,6 +142,40 @@ class Counting(Own):
                     p.sub_(group["lr"] * momentum)
 
 
+class ScheduleFree(Own):
+    """Schedule-free SGD (arXiv 2405.15682); its ``train`` and ``eval`` move parameters by the state."""
+
+    def __init__(self, params, lr=0.05, momentum=0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "count": 0, "trains": False})
+
+    def train(self):
+        self._switch(trains=True)
+
+    def eval(self):
+        self._switch(trains=False)
+
+    @torch.no_grad()
+    def _switch(self, trains):
+        for group in self.param_groups:
+            if group["trains"] != trains:
+                group["trains"], beta = trains, group["momentum"]
+                for p in group["params"]:
+                    if p in self.state:
+                        p.lerp_(self.state[p]["z"], 1 - beta if trains else 1 - 1 / beta)
+
+    def update(self):
+        for group in self.param_groups:
+            if not group["trains"]:
+                raise RuntimeError("Call train() before a step.")
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone())
+                    p.lerp_(z, 1 / group["count"])
+                    p.sub_(p.grad, alpha=group["lr"] * (1 - group["momentum"] * (1 - 1 / group["count"])))
+                    z.sub_(p.grad, alpha=group["lr"])
+
+
 class NormOfAll(Own):
     """Optimizer that divides by the gradient norm over all of its parameters."""
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers.models import Base, points
-from tests.helpers.optimizers import MuonAndAdam, Shampoo, Stack
+from tests.helpers.optimizers import MuonAndAdam, ScheduleFree, Shampoo, Stack
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, STEPS, Data, quiet_trainer
@@ -130,6 +130,48 @@ class ReadsRates(Base):
 
     def dataset(self, length):
         return points(length)
+
+
+class Switches(ReadsRates):
+    """Switches its schedule-free optimizer to evaluation in the middle of an epoch and at its end."""
+
+    def configure_optimizers(self):
+        return ScheduleFree(self.parameters())
+
+    def training_step(self, batch, batch_idx):
+        return self.note(F.mse_loss(self.layers(batch[0].to(self.dtype)), batch[1].to(self.dtype)))
+
+    def on_train_epoch_start(self):
+        self.optimizers().optimizer.train()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == STEPS // 2:
+            self.optimizers().optimizer.eval()
+            self.averaged = self.layers(batch[0].new_ones(1, 6).to(self.dtype)).detach().reshape(())
+            self.optimizers().optimizer.train()
+
+    def on_train_epoch_end(self):
+        self.log("averaged", self.averaged)
+        self.optimizers().optimizer.eval()
+
+
+def _switched(strategies, devices):
+    found = []
+    for strategy in strategies:
+        torch.manual_seed(3)
+        module = Switches()
+        trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, precision="64-true")
+        trainer.fit(module, datamodule=Data(module.dataset(BATCH * STEPS)))
+        found.append(snapshot(module) | {"averaged": trainer.callback_metrics["averaged"].double()})
+    return found
+
+
+def test_schedule_free_optimizers_are_switched_on_parts_of_parameters():
+    wanted = _switched(["auto"], 1)[0]
+    strategies = ["pardist_zero1", "pardist_zero2_offload", "pardist_zero3_offload", "pardist_tp", *STRATEGIES]
+    for of_rank in run_ranks(2, _switched, strategies, 2):
+        for got in of_rank:
+            assert_close(got, wanted, rtol=1e-9)
 
 
 def _rates(strategy, devices):

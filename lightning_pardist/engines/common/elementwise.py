@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.checkpoint.tensors import shared_state
+from lightning_pardist.engines.common.train_switches import SWITCHES, has_switches
 
 #: ``"flat"``: one-dimensional slices of elements. ``"dims"``: shards along one dim, with the number of dims kept.
 Form = Literal["flat", "dims"]
@@ -255,7 +256,8 @@ def copy_of_groups(
     """
     clone: Optimizer = object.__new__(type(optimizer))
     clone.__dict__.update({key: own_copy(value) for key, value in optimizer.__dict__.items()})
-    clone.__dict__.pop("step", None)
+    for name in ("step", *SWITCHES):
+        clone.__dict__.pop(name, None)
     clone.param_groups = [
         {
             **{key: own_copy(value) for key, value in options.items()},
@@ -272,9 +274,9 @@ def copy_of_groups(
         make: Callable[..., Optimizer] = type(optimizer)
         with suppress(TypeError, ValueError):
             clone.state = make([group for group in clone.param_groups if group["params"]]).state
-    if callable(train := getattr(clone, "train", None)):
+    if has_switches(clone):
         # Schedule-free optimizers refuse to step before their user has switched them to training.
-        train()
+        clone.train()  # type: ignore[attr-defined]
     return clone
 
 

@@ -136,6 +136,8 @@ class MeanCounts:
             return _one(result, _element_count(_bound(_ELEMENTWISE[name], args, kwargs)))
         if name == "stack":
             self._note_stack(args[0] if args else (), result)
+        elif name == "write":
+            self._note_write(*args)
         elif name in ("sum", "mean", "count_nonzero") and args:
             return self._reduced(name, args[0], result)
         elif not kwargs and len(args) == (1 if name == "neg" else 2):
@@ -145,7 +147,9 @@ class MeanCounts:
     def _reduced(self, name: str, operand: Any, result: Tensor) -> tuple[MeanPart, ...] | None:
         if (stack := self._stacks.get(id(operand))) is not None and name != "count_nonzero":
             factor = 1 / len(stack[1]) if name == "mean" else 1
-            return _scaled([part for parts in stack[1] for part in parts], factor)
+            found = _scaled([part for parts in stack[1] for part in parts], factor)
+            # Something else may have changed the tensor meanwhile.
+            return found if _add_up_to(found, result) else None
         if name == "mean" and id(operand) in self._masks:
             return _one(result, operand.numel())
         if (same := self._parts_at(operand)) is not None and name != "count_nonzero":
@@ -161,6 +165,21 @@ class MeanCounts:
         if any(each is not None for each in parts):
             both = zip(parts, tensors, strict=True)
             self._stacks[id(result)] = result, [known or (MeanPart(each.detach(), None),) for known, each in both]
+
+    def _note_write(self, vector: Tensor, index: int, value: Any) -> None:
+        """Note a write of an element, such as ``terms[0] = loss``; ``terms[0] += loss`` is an addition before it."""
+        parts, place = self._parts_at(value), id(vector)
+        if parts is None and place not in self._stacks:
+            return
+        if place not in self._stacks:
+            before = vector.detach().clone()
+            self._stacks[place] = vector, [(MeanPart(each, None),) for each in before]
+        element = vector.detach()[index]
+        self._stacks[place][1][index] = parts or (MeanPart(element.clone(), None),)
+        if parts is not None:
+            self._known[element.data_ptr()] = element, parts
+        else:
+            self._known.pop(element.data_ptr(), None)
 
     def _arithmetic(
         self, name: str, before: Tensor | None, first: Any, second: Any = 0.0, *, result: Tensor
@@ -215,6 +234,13 @@ class MeanCounts:
 
 def _one(mean: Tensor, count: Count | None) -> tuple[MeanPart, ...] | None:
     return None if count is None else (MeanPart(mean.detach().clone(), count),)
+
+
+def _add_up_to(parts: Iterable[MeanPart], value: Tensor) -> bool:
+    total = torch.zeros_like(value.detach())
+    for part in parts:
+        total = total + part.value
+    return bool(torch.isclose(total, value.detach(), rtol=1e-3, equal_nan=True))
 
 
 def _rest(value: Any) -> tuple[MeanPart, ...] | None:

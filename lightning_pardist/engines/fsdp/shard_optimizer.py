@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import types
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
 from lightning_pardist.compat.optimizers import follow_schedulers
 from lightning_pardist.engines.common.elementwise import user_attributes, with_user_attributes
 from lightning_pardist.engines.common.joint_updates import step_on_full_tensors
+from lightning_pardist.engines.common.train_switches import SWITCHES, wrap_switches
 from lightning_pardist.engines.common.update_scope import (
     Scope,
     ScopeSetting,
@@ -91,40 +93,49 @@ def step_on_shards(
                 result = closure()
         if before_step is not None:
             before_step()
-        groups = [group["params"] for group in self.param_groups]
-        state = self.state
-        try:
-            local_state: defaultdict[Any, Any] = defaultdict(dict, shared_state(self))
-            for group, parameters in zip(self.param_groups, groups, strict=True):
-                group["params"] = [_twin(parameter, twins) for parameter in parameters]
-                for parameter, twin in zip(parameters, group["params"], strict=True):
-                    if parameter in state:
-                        local_state[twin] = _local_entry(state[parameter])
-            self.state = local_state
+        with _on_twins(self, twins):
             (inner if host is None else host.run)(**kwargs)
-        finally:
-            for group, parameters in zip(self.param_groups, groups, strict=True):
-                for parameter, twin in zip(parameters, group["params"], strict=True):
-                    if twin in local_state:
-                        state[parameter] = local_state[twin]
-                    if twin is not parameter:
-                        twin.grad = None
-                group["params"] = parameters
-            shared, self.state = shared_state(self), state
-            restore_shared(self, shared)
         if after_step is not None:
             after_step()
         return result
 
     follow_schedulers(optimizer, step)
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    wrap_switches(optimizer, lambda: _on_twins(optimizer, twins), after=after_step)
     setattr(optimizer, _MARK, True)
 
 
 def restore_step(optimizer: torch.optim.Optimizer) -> None:
     """Undo :func:`step_on_shards`, once the module is unsharded. Not collective."""
     if optimizer.__dict__.pop(_MARK, False):
-        optimizer.__dict__.pop("step", None)
+        for name in ("step", *SWITCHES):
+            optimizer.__dict__.pop(name, None)
+
+
+@contextmanager
+def _on_twins(optimizer: torch.optim.Optimizer, twins: dict[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """Context manager in which an optimizer's groups and state hold plain tensors in place of DTensors."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    state = optimizer.state
+    local_state: defaultdict[Any, Any] = defaultdict(dict, shared_state(optimizer))
+    try:
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [_twin(parameter, twins) for parameter in parameters]
+            for parameter, twin in zip(parameters, group["params"], strict=True):
+                if parameter in state:
+                    local_state[twin] = _local_entry(state[parameter])
+        optimizer.state = local_state
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            for parameter, twin in zip(parameters, group["params"], strict=True):
+                if twin in local_state:
+                    state[parameter] = local_state[twin]
+                if twin is not parameter:
+                    twin.grad = None
+            group["params"] = parameters
+        shared, optimizer.state = shared_state(optimizer), state
+        restore_shared(optimizer, shared)
 
 
 def _local_entry(entry: Any) -> Any:

@@ -22,6 +22,7 @@ from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
 from lightning_pardist.engines.common.joint_updates import step_on_full_tensors
 from lightning_pardist.engines.common.owner_updates import OwnerUpdates
 from lightning_pardist.engines.common.quantized_exchange import ErrorFeedback
+from lightning_pardist.engines.common.train_switches import SWITCHES, wrap_switches
 from lightning_pardist.engines.common.update_scope import (
     Scope,
     ScopeSetting,
@@ -141,7 +142,7 @@ class ZeroEngine:
         )
         self._bind()
         for optimizer in optimizers if self._is_sliced else ():
-            before = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad")}
+            before = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad", *SWITCHES)}
             if optimizer not in self._sliced:
                 self._step_on_full_tensors(optimizer, update_scope, update_group or (lambda scope: self.group))
             self._undo.append(self._wrap(optimizer, before))
@@ -471,9 +472,19 @@ class ZeroEngine:
             else:
                 with self.slices(optimizer):
                     update(**kwargs)
-            for work in [bucket.gather() for bucket in buckets]:
-                work.wait()
+            publish()
             return result
+
+        @contextmanager
+        def on_slices() -> Iterator[None]:
+            for bucket in self._buckets_with(_params(optimizer)):
+                bucket.take_changes()
+            with self.slices(optimizer):
+                yield
+
+        def publish() -> None:
+            for work in [bucket.gather() for bucket in self._buckets_with(_params(optimizer))]:
+                work.wait()
 
         @functools.wraps(inner_zero_grad)
         def zero_grad(set_to_none: bool = True) -> None:
@@ -486,6 +497,8 @@ class ZeroEngine:
             # A bound method, as schedulers read its function.
             optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        if optimizer in self._sliced:
+            wrap_switches(optimizer, on_slices, after=publish)
 
         def undo() -> None:
             for name, own in before.items():

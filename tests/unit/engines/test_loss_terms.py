@@ -58,8 +58,8 @@ def written(*terms):
 def added(*terms):
     vector = torch.zeros(len(terms))
     for place, term in enumerate(terms):
-        vector[place] += 0.5 * term
-        vector[place] += 0.5 * term.detach()
+        vector[place] -= 0.5 * term
+        vector[place] -= 0.5 * term.detach()
     return vector
 
 

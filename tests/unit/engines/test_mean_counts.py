@@ -64,6 +64,15 @@ def _accumulated(total):
     return total
 
 
+def _written(first, second):
+    terms = torch.zeros(3)
+    terms[0] = second
+    terms[0] = first
+    terms[1] += second
+    terms[-1] = 1.0
+    return terms
+
+
 def _in_place():
     loss = _cross_entropy()
     loss.mul_(2).add_(_weighted())
@@ -89,6 +98,11 @@ SUMS = {
         lambda: sum([_cross_entropy(), _weighted()]),
         [(1, _cross_entropy, 4), (1, _weighted, 10)],
     ),
+    "written": (
+        lambda: _written(_cross_entropy(), _weighted()).mean(),
+        [(1 / 3, _cross_entropy, 4), (1 / 3, lambda: 0.0, None), (1 / 3, _weighted, 10), (1 / 3, lambda: 1.0, None)],
+    ),
+    "element": (lambda: _written(_cross_entropy(), _weighted())[-2] * 2, [(0, _weighted, None), (2, _weighted, 10)]),
     "stack": (
         lambda: torch.stack([_cross_entropy(), _weighted()]).mean(),
         [(0.5, _cross_entropy, 4), (0.5, _weighted, 10)],
@@ -127,6 +141,18 @@ def test_numbers_beside_a_mean_over_nothing():
         value = (nothing + 0.5 * _weighted()).item()
     assert [part.count for part in counts.parts_of(value)] == [0, 10]
     assert counts.parts_of(0.5) is None
+
+
+def test_a_tensor_that_changes_after_its_elements_were_written_is_unknown():
+    counts = MeanCounts(sums=True)
+    with torch.no_grad(), counts.recording():
+        terms = _written(_cross_entropy(), _weighted())
+        terms[0].mul_(2)
+        value = terms.sum()
+        terms[0] = 0.0
+        known = terms[0] + 0.0
+    assert counts.parts_of(value) is None
+    assert counts.parts_of(known) is None
 
 
 def test_ratio_of_sums():

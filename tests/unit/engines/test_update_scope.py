@@ -7,7 +7,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 
 from lightning_pardist.engines.common.update_scope import find_scope, known_scope
-from tests.helpers.optimizers import ELEMENTWISE, JOINT, PER_TENSOR
+from tests.helpers.optimizers import ELEMENTWISE, JOINT, PER_TENSOR, ScheduleFree
 
 SCOPES = {"elementwise": ELEMENTWISE, "per_tensor": PER_TENSOR, "joint": JOINT}
 CELLS = [(scope, name) for scope, makers in SCOPES.items() for name in makers]
@@ -146,27 +146,10 @@ def test_counts_of_elements_are_no_estimates(form):
     assert find_scope(CountsElements(_parameters(), by_norm=True), form=form).scope == "per_tensor"
 
 
-class Switched(torch.optim.SGD):
-    """SGD that steps in training only, like schedule-free optimizers."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
-        self.param_groups[0]["train_mode"] = False
-
-    def train(self):
-        for group in self.param_groups:
-            group["train_mode"] = True
-
-    def step(self, closure=None):
-        if not self.param_groups[0]["train_mode"]:
-            raise RuntimeError("Call train() first.")
-        return super().step(closure)
-
-
 def test_an_optimizer_is_tried_in_its_training_mode():
-    optimizer = Switched([nn.Parameter(torch.ones(4, 4))])
+    optimizer = ScheduleFree([nn.Parameter(torch.ones(4, 4))])
     assert find_scope(optimizer, form="dims").scope == "elementwise"
-    assert not optimizer.param_groups[0]["train_mode"]
+    assert not optimizer.param_groups[0]["trains"]
 
 
 def test_random_numbers_are_refused():
