@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pardist.compat.modules import TABLES, own_buffers, own_modules, own_parameters
+from lightning_pardist.engines.common.error_notes import add_note
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -207,8 +208,7 @@ class ReplicaThreads:
         failures = [future.exception() for future in futures]
         for index, failure in enumerate(failures):
             if failure is not None:
-                # Exception.add_note exists from Python 3.11 on.
-                getattr(failure, "add_note", str)(f"On replica {index} of {len(functions)} ({self.devices[index]}).")
+                add_note(failure, f"On replica {index} of {len(functions)} ({self.devices[index]}).")
                 raise failure
         return [future.result() for future in futures]
 

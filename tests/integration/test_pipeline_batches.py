@@ -1,6 +1,7 @@
 """Pipelines with batches that no dim splits, and with steps that need large ones, print or communicate."""
 
 import dataclasses
+import sys
 import warnings
 
 import lightning.pytorch as pl
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
 import lightning_pardist
@@ -208,6 +210,29 @@ def test_steps_that_take_gradients_are_tried_with_them():
     for got, _, said in run_ranks(2, _fit, TakesGradients, _pairs(24, 8), None, 2):
         assert_close(got, want)
         assert "smaller ones fail: ValueError: One is not enough." in said[0]
+
+
+class Residual(Base):
+    """Adds a packed sequence to the padded one, which fails if the longest sequence is in another micro-batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, lengths, y = batch
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        padded, _ = pad_packed_sequence(packed, batch_first=True)
+        return F.cross_entropy(self.net((x + padded).mean(1)), y)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_errors_name_the_micro_batch():
+    x, y = torch.randn(8, 7, 8), torch.arange(8) % 4
+    full, ragged = torch.full((8,), 7), torch.tensor([7, 7, 7, 7, 7, 3, 7, 7])
+    fit = (Residual, [(x, full, y), (x, ragged, y)], None, 2)
+    want = "micro-batch 6 of 8, with 1 of the batch's 8 samples, starting at sample 5.*set num_microbatches=1"
+    with pytest.raises(RankFailed, match=want):
+        run_ranks(2, _call, _fit, fit, {"num_microbatches": 8})
+    whole, *_ = _fit(*fit[:2])
+    for got, *_ in run_ranks(2, _call, _fit, fit, {"num_microbatches": 1}):
+        assert_close(got, whole)
 
 
 def test_what_is_derived_from_a_loss():

@@ -41,6 +41,7 @@ from lightning_pardist.axes.pipeline.sample_runs import STEPS, StepKey, loss_of
 from lightning_pardist.axes.together import raise_on_all_ranks
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat.lightning_loops import active_loop, data_fetcher, layer_sync, set_data_fetcher
+from lightning_pardist.engines.common.error_notes import add_note
 from lightning_pardist.engines.common.full_tensor_updates import updates_of
 from lightning_pardist.engines.common.joint_updates import step_on_full_tensors
 from lightning_pardist.engines.common.loss_setting import terms_of
@@ -437,7 +438,12 @@ class PipelineAxis(ParallelAxis):
             index, sizes = engine.microbatch_index, engine.sizes
             samples = Part(sum(sizes[:index]), sizes[index], sum(sizes))
             weigh = partial(self._weigh_logged, microbatch, sizes[index])
-            return effects.run(lambda part: step(part, *rest), microbatch, samples, weigh=weigh)
+            try:
+                return effects.run(lambda part: step(part, *rest), microbatch, samples, weigh=weigh)
+            except Exception as error:
+                if len(sizes) > 1 and not isinstance(error, CannotPipelineError):
+                    add_note(error, _in_microbatch(index, samples, len(sizes)))
+                raise
 
         first, alike = engine.forwards_first, engine.losses_alike
         with effects.watching(), self._step_context():
@@ -738,4 +744,12 @@ def _unstaged_warning(name: str, reason: str) -> str:
     return (
         f"{name} does not run in the stages of the training step: {reason} Instead every rank runs it on whole batches,"
         " and gets each layer's output from the rank that holds the layer, which takes longer."
+    )
+
+
+def _in_microbatch(index: int, part: Part, count: int) -> str:
+    """Return a note for an error of the user's step, which may be due to the split into micro-batches."""
+    return (
+        f"Raised in micro-batch {index + 1} of {count}, with {part.size} of the batch's {part.total} samples, starting"
+        f" at sample {part.begin}. If the step runs on whole batches only, set num_microbatches=1."
     )
