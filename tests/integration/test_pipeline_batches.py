@@ -250,6 +250,20 @@ def test_what_is_derived_from_a_loss():
         assert_close({"rmse": got["rmse"]}, {"rmse": want["rmse"]})
 
 
+class ZeroAtFirst(Base):
+    def training_step(self, batch, batch_idx):
+        y = self.net(batch[0])
+        loss = y.sum() * 0 if batch_idx == 0 else F.cross_entropy(y, batch[1])
+        self.log("loss", loss)
+        return loss
+
+
+def test_a_logged_loss_that_is_zero_at_first_is_not_taken_for_its_root():
+    want, *_ = _fit(ZeroAtFirst, _pairs())
+    for got, *_ in run_ranks(2, _fit, ZeroAtFirst, _pairs(), None, 2):
+        assert_close(got, want)
+
+
 def test_collectives_in_a_step_are_refused():
     for how in ("broadcast", "barrier"):
         with pytest.raises(RankFailed, match="training_step calls a collective"):

@@ -199,6 +199,9 @@ def find_derived(parts: Mapping[Place, Sequence[Any]], losses: Sequence[Any], *,
         pairs = [
             (torch.as_tensor(v).double(), torch.as_tensor(x).double()) for v, x in zip(column, losses, strict=True)
         ]
+        if all(relative_error(value, loss) <= close for value, loss in pairs):
+            # The loss itself. If it is 0 or 1, it equals its root or its square as well.
+            continue
         for rule, (_, function) in _OF_A_MEAN.items():
             if all(relative_error(value, function(loss)) <= close for value, loss in pairs):
                 found[place] = rule
