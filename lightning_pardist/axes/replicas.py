@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -25,7 +25,7 @@ from lightning_pardist.axes.pipeline.microbatch_outputs import Part, StepOutputs
 from lightning_pardist.axes.pipeline.microbatching import Microbatching
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import StepRecorder
-from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares
+from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares, zeros_message
 from lightning_pardist.axes.pipeline.spanning_functions import SpanningFunctions
 from lightning_pardist.axes.refusals import refuse_renormalized
 from lightning_pardist.compat.lightning_functions import update_device
@@ -133,6 +133,8 @@ class ReplicaAxis(ParallelAxis):
                 f" {what}. Log means or sums over samples, or keep metrics in attributes of the module.",
                 ("pardist_ddp",),
             )
+        if rules.zeros:
+            rank_zero_info(zeros_message(name, rules.zeros))
         if rules.untried:
             rank_zero_warn(
                 f"{name} could not be tried on a whole batch in evaluation mode ({rules.untried}), so it is not"

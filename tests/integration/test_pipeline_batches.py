@@ -264,6 +264,23 @@ def test_a_logged_loss_that_is_zero_at_first_is_not_taken_for_its_root():
         assert_close(got, want)
 
 
+class CountsHits(Base):
+    """Logs a number of samples that is 0 in the first step."""
+
+    def training_step(self, batch, batch_idx):
+        hits = self.net(batch[0]).argmax(1) == (-1 if batch_idx == 0 else batch[1])
+        self.log("count", hits.sum())
+        self.log_dict({"accuracy": hits.float().mean(), "hits": hits.int().sum()})
+        return super().training_step(batch, batch_idx)
+
+
+def test_logged_integers_are_not_taken_for_means():
+    want, *_ = _fit(CountsHits, _pairs())
+    assert want["count"] > 1
+    for got, *_ in run_ranks(2, _fit, CountsHits, _pairs(), None, 2):
+        assert_close(got, want)
+
+
 def test_collectives_in_a_step_are_refused():
     for how in ("broadcast", "barrier"):
         with pytest.raises(RankFailed, match="training_step calls a collective"):

@@ -35,7 +35,7 @@ from lightning_pardist.axes.pipeline.microbatch_outputs import BatchOutputs, Par
 from lightning_pardist.axes.pipeline.microbatching import Microbatching
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import Recorded, StepRecorder
-from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares
+from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares, zeros_message
 from lightning_pardist.axes.pipeline.refusals import check_trainer, find_joint_updates
 from lightning_pardist.axes.pipeline.sample_runs import STEPS, StepKey, loss_of
 from lightning_pardist.axes.together import raise_on_all_ranks
@@ -340,9 +340,11 @@ class PipelineAxis(ParallelAxis):
             if rules.unexplained:
                 rank_zero_warn(
                     f"{name} logs or writes to {', '.join(rules.unexplained)}, and the values for micro-batches do"
-                    " not combine to the value for the batch: their mean is taken. pardist_mp, which makes no"
-                    " micro-batches, gives the results of a single process."
+                    " not combine to the value for the batch: their mean is taken (of integer tensors, the sum)."
+                    " pardist_mp, which makes no micro-batches, gives the results of a single process."
                 )
+            if rules.zeros:
+                rank_zero_info(zeros_message(name, rules.zeros))
             if rules.metrics:
                 rank_zero_warn(
                     f"{name} gives samples to {', '.join(rules.metrics)}, and updates with one micro-batch after"

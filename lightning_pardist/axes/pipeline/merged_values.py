@@ -108,15 +108,16 @@ def _combine_log(column: list[dict[str, Any]], shares: Shares, rules: Rules, pla
     done.pop(WEIGHT, None)
     reduce_fx = done.get("reduce_fx", "mean")
     name = getattr(reduce_fx, "__name__", reduce_fx)
-    otherwise = name if name in ("sum", "max", "min") else "mean"
     values = [arguments["value"] for arguments in column]
+
+    def merged(place: Place, values: list[Any]) -> Any:
+        otherwise = name if name in ("sum", "max", "min") else "sum" if all(map(_is_count, values)) else "mean"
+        return rules.combine(place, [_as_float(value) for value in values], shares, otherwise)
+
     if isinstance(values[0], dict):
-        done["value"] = {
-            key: rules.combine((*place, key), [_as_float(value[key]) for value in values], shares, otherwise)
-            for key in values[0]
-        }
+        done["value"] = {key: merged((*place, key), [value[key] for value in values]) for key in values[0]}
     elif not isinstance(values[0], MetricName):
-        done["value"] = rules.combine(place, [_as_float(value) for value in values], shares, otherwise)
+        done["value"] = merged(place, values)
     return done
 
 
@@ -132,6 +133,11 @@ def _combine_weighted(column: list[dict[str, Any]], shares: Shares) -> dict[str,
 def _are_equal(kept: Any, logged: Any) -> bool:
     numbers = is_numeric(kept) and is_numeric(logged) and all(torch.as_tensor(x).numel() == 1 for x in (kept, logged))
     return numbers and bool(_as_float(kept) == _as_float(logged))
+
+
+def _is_count(value: Any) -> bool:
+    """Return whether a value is an integer tensor, which no mean over samples is."""
+    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
 def _as_float(value: Any) -> Tensor:

@@ -71,6 +71,7 @@ class Rules:
         loss_weight: How losses are weighted, if the trial contradicts the loss' autograd graph.
         is_explained: Whether some weighting of the micro-batches' losses yields the batch's loss.
         unexplained: Logged values, attributes and buffers for which no rule was found.
+        zeros: Logged values that were 0, so that they are combined as means though they may be sums.
         untried: Why the step could not be tried; empty if it was.
         mixing: Name of a layer that mixes samples; None if none was found.
         metrics: Names of metrics whose states after the micro-batches differ from those after the batch.
@@ -81,6 +82,7 @@ class Rules:
     loss_weight: Literal["samples", "sum"] | None = None
     is_explained: bool = True
     unexplained: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
     untried: str = ""
     mixing: str | None = None
     orders: str | None = None
@@ -96,6 +98,14 @@ class Rules:
             otherwise: Rule for a place without one.
         """
         return combined(self.of.get(place, otherwise), column, shares)
+
+
+def zeros_message(name: str, zeros: Sequence[str]) -> str:
+    """Return the message about logged values of a step that were 0 when it was tried."""
+    return (
+        f"{name} logged {', '.join(zeros)} as 0 in its trial, where a mean over samples and a sum look alike: combined"
+        " as a mean. Log counts as integer tensors, and other sums with reduce_fx='sum'."
+    )
 
 
 class Collector(Rules):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -154,7 +154,7 @@ class RuleTrial:
         tolerances: dict[str, Any] = {"close": close, "tolerance": loose, "rough": is_random, "meant": meant}
         found = find_rules(numbers, columns, shares, **tolerances) | derived
         found = self._settle_sums(found, numbers, run)
-        told: dict[str, Any] = {}
+        told: dict[str, Any] = {"zeros": _zeros(columns, found, place)}
         if not is_random:
             told["unexplained"] = _unexplained(numbers, columns, found)
             told["metrics"] = tuple(self._runs.effects.uneven_metrics(whole, records))
@@ -258,6 +258,20 @@ def _unexplained(
     kept = [place for place in columns if place in numbers and place[0] in (*_KEPT, "logged")]
     kept = [place for place in kept if place not in found and increment_of(place) not in found]
     return tuple(dict.fromkeys(_named(place) for place in kept))
+
+
+def _zeros(columns: Mapping[Place, Any], found: Mapping[Place, str], loss: Place | None) -> tuple[str, ...]:
+    """Return names of logged values that are 0 for all micro-batches, so that a sum cannot be told from a mean."""
+    places = [place for place, rule in found.items() if place[0] == "logged" and place != loss and rule == "mean"]
+    of_loss = columns.get(loss) if loss is not None else None
+    if of_loss is not None and _are_zero(of_loss):
+        # They may be the loss, whose autograd graph shows its weights.
+        return ()
+    return tuple(dict.fromkeys(_named(place) for place in places if _are_zero(columns[place])))
+
+
+def _are_zero(values: Sequence[Any]) -> bool:
+    return not any(torch.as_tensor(value).any() for value in values)
 
 
 def _named(place: Place) -> str:
