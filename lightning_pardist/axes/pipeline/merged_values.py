@@ -137,7 +137,9 @@ def _are_equal(kept: Any, logged: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     """Return whether a value is an integer tensor, which no mean over samples is."""
-    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    # Booleans are as likely those of any() or all().
+    kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    return isinstance(value, Tensor) and value.dtype in kinds
 
 
 def _as_float(value: Any) -> Tensor:
