@@ -188,6 +188,25 @@ def _links(
     # Every rank must create every group, in the same order.
     groups = [dist.new_group(ranks) for ranks in nodes]
     across = dist.new_group([ranks[0] for ranks in nodes]) if len(nodes) > 1 else None
+    try:
+        return _links_of(device, nodes, groups, across, rank, passes=passes)
+    finally:
+        # A job of many runs measures before each: kept groups would add their threads and sockets every time.
+        for made in (*groups, *([] if across is None else [across])):
+            if made is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(made)
+
+
+def _links_of(
+    device: torch.device,
+    nodes: Sequence[Sequence[int]],
+    groups: Sequence[dist.ProcessGroup],
+    across: dist.ProcessGroup | None,
+    rank: int,
+    *,
+    passes: int,
+) -> tuple[Link | None, Link | None, float, Rates]:
+    """Measure as :func:`_links`, over one group in each node and one of the nodes' first ranks."""
     node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
     insides = [_link(device, groups[node]) for _ in range(max(1, passes))] if len(nodes[node]) > 1 else []
     inside = _median(insides)

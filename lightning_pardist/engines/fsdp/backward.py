@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from lightning_pardist.engines.fsdp.outputs import before_backward, shares_memor
 from lightning_pardist.engines.fsdp.tiling import TiledLinear
 from lightning_pardist.engines.fsdp.written_values import GatheredParameter, Member, WrittenValues
 from lightning_pardist.local_tensors import gather_over_data, local_shard, shard_like, sharded_axes, wrap_like
+
+T = TypeVar("T")
 
 
 class ShardedUnit:
@@ -278,7 +281,7 @@ class BackwardRuntime:
         return first
 
     def _when_replicated(self, parameter: nn.Parameter, name: str) -> None:
-        handle = _when_gradient_arrives(parameter, functools.partial(self._replicated_arrived, name))
+        handle = _when_gradient_arrives(parameter, self._replicated_arrived, name)
         if handle is not None:
             self.handles.append(handle)
 
@@ -373,7 +376,7 @@ class BackwardRuntime:
                 if gathered is not None:
                     position = self.positions[id(parameter)]
                     _run_hooks_of(parameter.sharded, gathered, before=self.hidden.end)
-                    _when_gradient_arrives(gathered, functools.partial(self._gathered_arrived, position))
+                    _when_gradient_arrives(gathered, self._gathered_arrived, position)
 
     def queue_final(self) -> None:
         """Queue the end-of-backward work; called from inside a backward."""
@@ -648,18 +651,22 @@ def _run_hooks_of(shard: Any, whole: nn.Parameter, *, before: Callable[[], None]
     whole.requires_grad_(not frozen)
 
 
-def _when_gradient_arrives(parameter: nn.Parameter, act: Callable[[], None]) -> RemovableHandle | None:
-    """Call ``act`` in every backward that reaches the parameter, even if it is frozen now and trainable later.
+def _when_gradient_arrives(parameter: nn.Parameter, act: Callable[[T], None], argument: T) -> RemovableHandle | None:
+    """Call a method in every backward that reaches the parameter, even if it is frozen now and trainable later.
 
     A sparse gradient (of embeddings with ``sparse=True``) is made dense first, as it has no slices to reduce-scatter.
+    The method's object is held weakly: torch hides what such a hook refers to from the garbage collector, so that an
+    object that refers to the parameter, and its process groups, would never be freed.
     """
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return None
+    method = weakref.WeakMethod(act)
 
     def arrived(whole: torch.Tensor) -> None:
         if whole.grad is not None and whole.grad.is_sparse:
             whole.grad = whole.grad.to_dense()
-        act()
+        if (bound := method()) is not None:
+            bound(argument)
 
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
