@@ -73,6 +73,7 @@ class RunContext:
         axes: The axes in use, in the order in which they transform the module.
         module: The user's module, set as soon as a Trainer holds it.
         optimizers: The user's optimizers, once created.
+        trial_optimizers: Returns stand-ins for them in a trial run of a step before they are created.
         precision: The Trainer's precision plugin.
         data_engine: Engine that synchronizes gradients over the gradient mesh; set from the first ``fit`` on.
         loads_after_setup: Whether this run loads checkpoints into the transformed module.
@@ -108,6 +109,7 @@ class RunContext:
         self.axes: tuple[ParallelAxis, ...] = ()
         self.module: pl.LightningModule | None = None
         self.optimizers: list[Optimizer] = []
+        self.trial_optimizers: Callable[[], list[Optimizer]] | None = None
         self.precision = Precision()
         self.data_engine: DataEngine | None = None
         self.loads_after_setup = False

@@ -517,6 +517,8 @@ class PardistStrategy(ParallelStrategy):
     @override
     def optimizers(self) -> list[Optimizer]:
         found: list[Optimizer] = ParallelStrategy.optimizers.fget(self)  # type: ignore[attr-defined]
+        if not found and self.context.trial_optimizers is not None:
+            return self.context.trial_optimizers()
         return found
 
     @optimizers.setter

@@ -72,6 +72,7 @@ def without_side_effects(
         stack.enter_context(_without_warnings())
         if trainer is not None:
             stack.enter_context(_quiet(trainer))
+            stack.enter_context(_optimizers_of(trainer, _Optimizers(module)))
         for child in module.modules():
             if isinstance(child, pl.LightningModule):
                 _stub_methods(child)
@@ -116,7 +117,9 @@ def _step(module: pl.LightningModule, name: str, batch: Any, trainer: pl.Trainer
 
 @contextmanager
 def placeholder_optimizers(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[None]:
-    """Context in which ``self.optimizers()`` and ``self.lr_schedulers()`` return stand-ins until the real ones exist.
+    """Context with stand-ins for optimizers and schedulers until the real ones exist.
+
+    ``self.optimizers()``, ``self.lr_schedulers()`` and ``trainer.optimizers`` return them.
 
     Args:
         module: Module whose steps may use them, for example to read a learning rate.
@@ -130,11 +133,26 @@ def placeholder_optimizers(module: pl.LightningModule, trainer: pl.Trainer) -> I
     before = {name: module.__dict__[name] for name in stand_ins if name in module.__dict__}
     module.__dict__.update(stand_ins)
     try:
-        yield
+        with _optimizers_of(trainer, made):
+            yield
     finally:
         for name in stand_ins:
             module.__dict__.pop(name, None)
         module.__dict__.update(before)
+
+
+@contextmanager
+def _optimizers_of(trainer: pl.Trainer, made: _Optimizers) -> Iterator[None]:
+    """Context in which ``trainer.optimizers`` returns stand-ins until the real ones exist."""
+    context = getattr(trainer.strategy, "context", None)
+    if context is None:
+        yield
+        return
+    before, context.trial_optimizers = context.trial_optimizers, made.plain
+    try:
+        yield
+    finally:
+        context.trial_optimizers = before
 
 
 @contextmanager
@@ -207,6 +225,10 @@ class _Optimizers:
     def optimizer_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], **unused: Any) -> Any:
         """Evaluate the closure without a step; called by wrapped optimizers in place of the strategy's method."""
         return self._evaluate(closure)
+
+    def plain(self) -> list[torch.optim.Optimizer]:
+        """Replacement for the Trainer's ``optimizers``."""
+        return self._make()[0]
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Replacement for the module's ``optimizers``."""

@@ -272,6 +272,7 @@ class Manual(Net):
 
         second.step(closure=closure)
         self.log("lr", self.optimizers(use_pl_optimizer=False)[0].param_groups[0]["lr"])
+        self.log("other_lr", self.trainer.optimizers[1].param_groups[0]["lr"])
 
     def configure_optimizers(self):
         first = torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.9)
