@@ -75,6 +75,7 @@ class DataParallelDuties:
         self._mixing: SampleMixing | None = None
         self._means: EvaluatedMeans | None = None
         self._has_warned = self._watches_parameters = self._is_first = False
+        self._named_as_left: set[str] = set()
         #: Fingerprint of the random number state before hooks received the first batch.
         self._drawn_before: int | None = None
         self._first_batch, self._attached = PatchStack(), PatchStack()
@@ -291,6 +292,7 @@ class DataParallelDuties:
             self.context.before_collective()
             self._buffers.after_training_step()
             self._warn_of_buffers(self._buffers.differing)
+            self._name_left_alone(self._buffers.left_alone)
         if watched is not None:
             self.context.before_collective()
             held_in_parts = [name for axis in self.context.axes for name in axis.sync_set_parameters()]
@@ -343,10 +345,19 @@ class DataParallelDuties:
             " own."
         )
 
+    def _name_left_alone(self, names: set[str]) -> None:
+        if fresh := sorted(names - self._named_as_left):
+            self._named_as_left |= names
+            rank_zero_info(
+                f"Each rank keeps its own buffers {', '.join(fresh)}: their shapes differ between ranks, as do those of"
+                " masks for a rank's batch."
+            )
+
     def synchronize_buffers(self) -> None:
         """Broadcast the first rank's buffers before evaluation and before a checkpoint. Collective over the axis."""
         if self._buffers is not None:
             self._buffers.synchronize()
+            self._name_left_alone(self._buffers.left_alone)
 
     # --- collectives --------------------------------------------------------------------------------------------
 

@@ -76,10 +76,9 @@ class ModuleSnapshot:
             for owner, attributes in self._classes:
                 _reset_class(owner, attributes)
             for tensor, values in (*self._tensors, *self._grads):
-                # Overwritten values can be restored, resized or moved tensors cannot. Unchanged tensors are not
-                # written, since they may be part of an autograd graph.
-                if tensor.shape == values.shape and not _holds(tensor, values):
-                    tensor.copy_(values)
+                # Overwritten values can be restored, resized or moved tensors cannot.
+                if tensor.shape == values.shape:
+                    write_back(tensor, values)
             for param, requires_grad, grad in self._params:
                 param.requires_grad_(requires_grad)
                 param.grad = grad
@@ -148,6 +147,12 @@ class ModuleSnapshot:
         if len(contents) <= _LONG:
             for item in contents.values() if isinstance(contents, dict) else contents:
                 self._look_into(item)
+
+
+def write_back(tensor: Tensor, values: Tensor) -> None:
+    """Copy values of the same shape to a tensor, unless it holds them: it may be part of an autograd graph."""
+    if not _holds(tensor, values):
+        tensor.copy_(values)
 
 
 def _holds(tensor: Tensor, values: Tensor) -> bool:

@@ -29,7 +29,7 @@ from lightning_pardist.compat.lightning_loops import (
 )
 from lightning_pardist.engines.common.sync_batchnorm import synchronized_statistics
 from lightning_pardist.local_tensors import is_dense
-from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
+from lightning_pardist.trainer.module_snapshot import ModuleSnapshot, write_back
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 
 #: ``"join"`` uses every batch of every rank, ``"drop"`` only as many per rank as all ranks have.
@@ -106,7 +106,7 @@ def discarding_side_effects(module: nn.Module) -> Generator[None, None, None]:
         metric.restore()
     with torch.no_grad():
         for buffer, values in buffers:
-            buffer.copy_(values)
+            write_back(buffer, values)
 
 
 class EvenSteps:

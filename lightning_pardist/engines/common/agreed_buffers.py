@@ -42,7 +42,11 @@ class _Described:
 
 
 def agree_on_buffers(
-    module: nn.Module, *, group: dist.ProcessGroup | None, source_of: Callable[[str], int] = lambda name: 0
+    module: nn.Module,
+    *,
+    group: dist.ProcessGroup | None,
+    source_of: Callable[[str], int] = lambda name: 0,
+    left_alone: set[str] | None = None,
 ) -> list[AgreedBuffer]:
     """Allocate on every rank the buffers that any rank holds. Collective over ``group``; values are not sent.
 
@@ -56,6 +60,8 @@ def agree_on_buffers(
         group: The participating ranks; None for the default group.
         source_of: Maps a name to the rank in the group whose values are used; the first rank that holds the buffer if
             that rank does not.
+        left_alone: If given, names are added of buffers that ranks hold with different shapes or dtypes, such as masks
+            for each rank's batch. Every rank then keeps its own, and they are not among those returned.
 
     Returns:
         All buffers, in the same order on all ranks.
@@ -72,6 +78,9 @@ def agree_on_buffers(
     agreed = []
     for name in sorted(set().union(*everybody)):
         holders = [rank for rank, of_rank in enumerate(everybody) if name in of_rank]
+        if left_alone is not None and len({everybody[rank][name] for rank in holders}) > 1:
+            left_alone.add(name)
+            continue
         source = source_of(name) if source_of(name) in holders else holders[0]
         wanted = everybody[source][name]
         tensor = own.get(name)

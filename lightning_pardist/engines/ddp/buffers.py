@@ -19,6 +19,8 @@ from lightning_pardist.engines.common.agreed_buffers import AgreedBuffer, agree_
 from lightning_pardist.local_tensors import dense_parts, distinct_elements, is_dense, local_shard
 
 _CHUNK_BYTES = 64 * 2**20
+#: How a step changes a buffer.
+_WRITTEN, _REPLACED = 1.0, 2.0
 
 
 class BufferSync:
@@ -28,11 +30,16 @@ class BufferSync:
     of normalisation layers are not read in training, so they are sent before evaluation and before a checkpoint.
     Constants (causal masks, position ids) are sent once, at the start. The remaining buffers, which a step changes and
     a later step may read, are sent before every training step. The set of changing buffers is observed during the first
-    step and synchronised across ranks; :meth:`observe` repeats this. Sparse buffers are constants.
+    step and synchronised across ranks; :meth:`observe` repeats this. Sparse buffers are constants. A buffer that has
+    another shape on each rank, such as a mask that a forward keeps for its batch, is not sent.
 
     Args:
         module: The module whose buffers are synchronised.
         group: The data axis' process group.
+
+    Attributes:
+        differing: Names of buffers that differed between ranks after the observed step, before they were sent.
+        left_alone: Names of buffers that are not sent, because their shapes or dtypes differed between ranks.
     """
 
     def __init__(self, module: nn.Module, *, group: dist.ProcessGroup) -> None:
@@ -42,9 +49,11 @@ class BufferSync:
         }
         self.module = module
         self._statistics = statistics
-        #: Names of buffers that differed between ranks after the observed step, before they were sent.
         self.differing: list[str] = []
+        self.left_alone: set[str] = set()
         self._live: list[str] = []
+        #: Device of flags about live buffers, if the observed step has replaced one, whose shape may thus change.
+        self._flagged_on: torch.device | None = None
         self._states: dict[str, Any] | None = None
         self._sparse = set(describe_sparse_buffers(module))
         self._sparse_seen: list[tuple[str, tuple[int, int], bool]] = []
@@ -60,7 +69,18 @@ class BufferSync:
         """Broadcast the buffers that change during training. Collective over the group if there are any."""
         if self._live:
             named = dict(self.module.named_buffers(remove_duplicate=False))
+            if self._flagged_on is not None:
+                self._leave_alone_reshaped(named, self._flagged_on)
             broadcast_tensors([named[name] for name in self._live if name in named], group=self.group)
+
+    def _leave_alone_reshaped(self, named: dict[str, Tensor], device: torch.device) -> None:
+        """Stop sending live buffers whose shapes or dtypes differ between ranks. Collective over the group."""
+        codes = torch.tensor([_shape_code(named.get(name)) for name in self._live], dtype=torch.int64, device=device)
+        both = torch.stack([codes, -codes])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
+        differ = (both[0] != -both[1]).tolist()
+        self.left_alone.update(name for name, flag in zip(self._live, differ, strict=True) if flag)
+        self._live = [name for name in self._live if name not in self.left_alone]
 
     def after_training_step(self) -> None:
         """Synchronise the set of changing buffers, if the step was observed. Collective over the group then.
@@ -73,17 +93,19 @@ class BufferSync:
             return
         before, self._states = self._states, None
         now = self._current_states()
-        everything = agree_on_buffers(self.module, group=self.group)
+        everything = agree_on_buffers(self.module, group=self.group, left_alone=self.left_alone)
         self._send(each for each in everything if not each.is_everywhere)
         agreed = [each for each in everything if id(each.tensor) not in self._statistics]
         if not agreed:
             return
         names = [each.name for each in agreed]
-        changed = torch.tensor([float(name not in before or now.get(name) != before[name]) for name in names])
-        changed = changed.to(local_shard(agreed[0].tensor).device)
+        device = local_shard(agreed[0].tensor).device
+        changed = torch.tensor([_change(before.get(name), now.get(name)) for name in names], device=device)
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.group)
-        live = [each for each, flag in zip(agreed, changed.tolist(), strict=True) if flag]
-        self._live = [each.name for each in live]
+        changes = changed.tolist()
+        live = [each for each, change in zip(agreed, changes, strict=True) if change]
+        self._live = [each.name for each in live if each.name not in self.left_alone]
+        self._flagged_on = device if _REPLACED in changes else None
         self.differing = self._find_differing([each for each in live if each.is_everywhere])
 
     def _find_differing(self, buffers: list[AgreedBuffer]) -> list[str]:
@@ -100,7 +122,7 @@ class BufferSync:
     def synchronize(self) -> None:
         """Broadcast all buffers, before evaluation and before a checkpoint. Collective over the group."""
         if self.group.size() > 1:
-            self._send(agree_on_buffers(self.module, group=self.group))
+            self._send(agree_on_buffers(self.module, group=self.group, left_alone=self.left_alone))
 
     def _current_states(self) -> dict[str, Any]:
         """Return identity, version and checksums of each buffer: writes through ``.data`` leave the version alone."""
@@ -133,7 +155,8 @@ class BufferSync:
     def _send(self, agreed: Iterable[AgreedBuffer]) -> None:
         by_source: dict[int, list[Tensor]] = {}
         for each in agreed:
-            by_source.setdefault(each.source, []).append(each.tensor)
+            if each.name not in self.left_alone:
+                by_source.setdefault(each.source, []).append(each.tensor)
         for source, tensors in sorted(by_source.items()):
             broadcast_tensors(tensors, group=self.group, group_src=source)
 
@@ -152,6 +175,21 @@ def _checksum(tensor: Tensor) -> str:
     for part in dense_parts(tensor):
         digest.update(as_bytes(part.cpu().contiguous()).numpy().data)
     return digest.hexdigest()[:8]
+
+
+def _change(before: Any, now: Any) -> float:
+    """Return whether a buffer's state has changed, and whether it is another tensor."""
+    if before is None or now is None or before[0][0] != now[0][0]:
+        return _REPLACED
+    return _WRITTEN if before != now else 0.0
+
+
+def _shape_code(buffer: Tensor | None) -> int:
+    """Return a hash of shape and dtype that is the same in every process, below 2^56; 0 for no buffer."""
+    if buffer is None:
+        return 0
+    local = local_shard(buffer)
+    return int.from_bytes(hashlib.sha256(repr((tuple(local.shape), local.dtype)).encode()).digest()[:7], "big")
 
 
 def _fingerprint(values: Tensor) -> Tensor:
