@@ -41,9 +41,8 @@ def fitted(name, devices, rows):
     torch.manual_seed(0)
     module, data = KeepsMask(), TensorDataset(torch.randn(rows, 6), torch.randn(rows, 6))
     trainer = quiet_trainer(strategy=name, devices=devices, max_epochs=2, use_distributed_sampler=False)
-    # The strategy knows its rank once it is set up.
-    rank = trainer.strategy.global_rank if devices > 1 else 0
-    train = DataLoader(Subset(data, range(rank, rows, devices)), BATCH // devices)
+    place = trainer.strategy.distributed_sampler_kwargs if devices > 1 else {"rank": 0, "num_replicas": 1}
+    train = DataLoader(Subset(data, range(place["rank"], rows, place["num_replicas"])), BATCH // place["num_replicas"])
     trainer.fit(module, train, DataLoader(data, BATCH))
     return snapshot(module), trainer.callback_metrics["val"]
 
@@ -52,7 +51,7 @@ def test_masks_for_each_ranks_batch():
     # 19: the last batches have 2 samples and 1; 17: one rank has a batch less.
     for rows in (19, 17):
         (alone,) = run_ranks(1, fitted, "auto", 1, rows)
-        for name in ("pardist_ddp", "pardist_zero2", "pardist_zero3"):
+        for name in ("pardist_ddp", "pardist_zero2", "pardist_zero3", "pardist_tp", "pardist_pp"):
             for found in run_ranks(2, fitted, name, 2, rows):
                 assert_close(found[0], alone[0])
                 torch.testing.assert_close(found[1], alone[1], rtol=1e-5, atol=0)

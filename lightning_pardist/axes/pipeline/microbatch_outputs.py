@@ -204,10 +204,13 @@ class StepOutputs:
         self._open = self._state()
         self._latest = {}
         kept = {name: self.module.__dict__.get(name, _MISSING) for name in _RECORDED}
+        buffers = self._written_buffers()
         try:
             with self._numbers.watching(self._metrics):
                 yield
         finally:
+            for table, key, buffer in buffers:
+                table[key] = buffer
             for name, value in kept.items():
                 if value is _MISSING:
                     self.module.__dict__.pop(name, None)
@@ -264,7 +267,7 @@ class StepOutputs:
         try:
             if part is not None:
                 self._narrow_states(part)
-            with self._numbers.recording(record.calls), self._own_buffers(record, changed_only=in_order):
+            with self._numbers.recording(record.calls), self._own_buffers(record, in_order=in_order):
                 result = step(microbatch)
             if weigh is not None:
                 weigh(result, record.logged)
@@ -472,26 +475,37 @@ class StepOutputs:
         return done.result
 
     @contextmanager
-    def _own_buffers(self, record: _Record, *, changed_only: bool = False) -> Iterator[None]:
-        """Replace written buffers by copies inside, since autograd may save them; record their new values on exit."""
-        own = [
-            (own_buffers(self._free[name]), key, own_buffers(self._free[name]).get(key)) for name, key in self._written
-        ]
+    def _own_buffers(self, record: _Record, *, in_order: bool = False) -> Iterator[None]:
+        """Replace written buffers by copies inside, since autograd may save them; record their new values on exit.
+
+        Args:
+            record: Receives the values; of a run in order, only those that have changed.
+            in_order: Whether the next run reads the new values, as it does those of attributes.
+        """
+        own = self._written_buffers()
         versions = self._versions()
         copies = [None if buffer is None else buffer.clone() for _, _, buffer in own]
         for (table, key, _), copied in zip(own, copies, strict=True):
             table[key] = copied
+        left = own
         try:
             yield
             for path, (table, key, _), copied in zip(self._written, own, copies, strict=True):
                 value = table[key]
-                is_new = not changed_only or value is not copied or (copied is not None and version_of(copied))
+                is_new = not in_order or value is not copied or (copied is not None and version_of(copied))
                 if value is not None and is_new:
                     record.buffers[path] = value.detach()
+            if in_order:
+                left = self._written_buffers()
         finally:
-            for table, key, buffer in own:
+            for table, key, buffer in left:
                 table[key] = buffer
         self.seen_written |= {path for path, version in self._versions().items() if versions.get(path) != version}
+
+    def _written_buffers(self) -> list[tuple[dict[str, Any], str, Tensor | None]]:
+        """Return every buffer that steps write to, with its table and its key there."""
+        tables = [(own_buffers(self._free[name]), key) for name, key in self._written]
+        return [(table, key, table.get(key)) for table, key in tables]
 
     def _versions(self) -> dict[Path, tuple[int, int]]:
         return {

@@ -230,7 +230,8 @@ def _put_back(module: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for name, buffer in module.named_buffers():
-                    if name in buffers:
+                    # A forward may replace a buffer by one for its batch's size.
+                    if name in buffers and buffer.shape == buffers[name].shape:
                         buffer.copy_(buffers[name])
                 for (parameter, _), grad in zip(grads, kept, strict=True):
                     parameter.grad = grad
