@@ -9,6 +9,7 @@ any other operation the result is assumed to have the batch as its first dimensi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch.autograd.graph import Node
@@ -36,7 +37,7 @@ SAME |= {"Select", "Slice", "T", "Transpose", "Permute", "Diagonal", "Index", "M
 #: Operations that only rearrange elements.
 VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze"}
 #: Matrix products, which may sum over the batch dim.
-CONTRACTIONS = {"Mm", "Mv", "Dot", "Bmm"}
+CONTRACTIONS = {"Mm", "Mv", "Dot", "Vdot", "Bmm"}
 #: The all-reduce over ranks that share a batch: its input is this rank's part, its output the full result.
 SAME |= {"_Reduce"}
 REDUCTIONS = {"Sum", "Mean", "Nansum"}
@@ -184,6 +185,9 @@ class BatchDims:
             return dim if dim < 0 else self._by_shape(node)
         places = _viewed(before, sizes, dim)
         samples = self.samples
+        if samples and samples > 1:
+            # einsum adds dims of size 1 before a dim that it flattens.
+            places = [place for place in places if sizes[place] > 1] or places
         if samples and len(places) > 1 and sizes[places[0]] % samples:
             return next((place for place in places if sizes[place] == samples), places[0])
         return places[0] if places else self._by_shape(node)
@@ -194,11 +198,12 @@ class BatchDims:
         both_known = self._has_known_operands(node, kind, sides)
         if left == right == CONSTANT:
             return CONSTANT if both_known else self._by_shape(node)
-        if kind == "Dot":
+        if kind in ("Dot", "Vdot"):
             return REDUCED
         first = int(kind == "Bmm")
         if first and 0 in (left, right):
-            return 0
+            # With one sample, a sum over all of its elements.
+            return REDUCED if math.prod(shape_of(node) or (0,)) == 1 else 0
         if left == first + 1 or right == first:
             return REDUCED if both_known or left >= 0 or right >= 0 else self._by_shape(node)
         if left == first:

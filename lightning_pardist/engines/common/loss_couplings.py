@@ -26,6 +26,9 @@ _SCATTERS = {"IndexAdd", "ScatterAdd", "ScatterReduce"}
 _ADDING = (ADDITIONS | SAME | {"Sum"}) - {"Cat", "Stack", "Index"}
 #: Operations that couple all elements along a dim.
 _OVER_DIM = {"Topk", "Sort", "Kthvalue", "Softmax", "LogSoftmax", "Cumsum", "Cumprod", "Logcumsumexp"}
+#: Products of two vectors, and the names of their saved operands.
+_DOTS = {"Dot": ("self", "tensor"), "Vdot": ("self", "other")}
+_SHARES = "a sum over samples with weights that add up to 1"
 
 
 def couplings(loss: Tensor, *, samples: int | None, gathers: bool = False) -> Iterator[str]:
@@ -76,14 +79,23 @@ def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
         # A shorter dim holds the features of one sample, in a loss that is computed sample by sample.
         over_samples = sizes and sizes[dim] >= samples and BatchDims(samples).of(inputs[0]) == dim
         return f"{kind} over the samples" if over_samples else ""
-    if kind != "Sum" or not inputs:
-        return ""
-    masks = (mask for each in elements(node) if (mask := mask_of(each)) is not None)
-    weights = next(masks, None)
-    if weights is None or not weights.is_floating_point() or not 1 < weights.numel() <= SMALL:
-        return ""
-    normalized = math.isclose(scalar(weights.sum()) or 0.0, 1.0, rel_tol=1e-6) and samples in weights.shape
-    return "a sum over samples with weights that add up to 1" if normalized else ""
+    if kind == "Sum" and inputs:
+        masks = (mask for each in elements(node) if (mask := mask_of(each)) is not None)
+        weights = next(masks, None)
+        return _SHARES if weights is not None and samples in weights.shape and _add_up_to_one(weights) else ""
+    if kind in _DOTS:
+        # The operand that needs no gradient is saved.
+        operands = (kept(node, name) for name in _DOTS[kind])
+        weights = next((each for each in operands if isinstance(each, Tensor)), None)
+        return _SHARES if weights is not None and len(weights) % samples == 0 and _add_up_to_one(weights) else ""
+    return ""
+
+
+def _add_up_to_one(weights: Tensor) -> bool:
+    """Return whether weights were divided by their sum; a mask with one item was not."""
+    if not weights.is_floating_point() or not 1 < weights.numel() <= SMALL or bool((weights == 1).any()):
+        return False
+    return math.isclose(scalar(weights.sum()) or 0.0, 1.0, rel_tol=1e-6)
 
 
 def _only_adds_up(node: Node, above: Mapping[Node, Node | None]) -> bool:

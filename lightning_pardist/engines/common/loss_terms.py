@@ -401,6 +401,9 @@ class _Walk:
             return self._fused(at, kind)
         if kind in CONTRACTIONS and self.batch_dim(node) == REDUCED:
             return self._contraction(at, inputs, kind)
+        if kind == "Trace" and inputs and self.batch_dim(inputs[0]) == REDUCED:
+            # A sum over features of what was already reduced over samples.
+            return [at.below(inputs[0])]
         if kind in ("Mul", "Div") and inputs:
             return self._product(at, inputs, kind)
         # A part of a tensor that was written to is a strided view for autograd.

@@ -309,6 +309,11 @@ def einsum_over_the_batch(x, kept, y):
     return torch.einsum("btc,btc->t", VALUES(x), x).sum() / len(x)
 
 
+def einsum_to_a_number(x, kept, y):
+    weight = x[:, 0].abs()
+    return torch.einsum("bi,bi->", (VALUES(x) - x).pow(2).mean(1), weight) / weight.sum()
+
+
 def sum_of_flattened(x, kept, y):
     return VALUES(x).reshape(len(x), -1).pow(2).sum(0).mean()
 
@@ -346,7 +351,14 @@ def halves(x, kept, y):
 
 AS_WRITTEN = [reciprocal, reciprocal_tensor, divided_before_the_sum, mean_by_mean, zero_if_empty, mean_of_joined]
 AS_WRITTEN += [second_is_zero_if_empty, where_kept, filled, summed_twice, weighed_sum, dot_product, matrix_and_vector]
-AS_WRITTEN += [einsum_over_the_batch, sum_of_flattened, parameter_first, each_class_by_all, each_sample_by_all]
+AS_WRITTEN += [
+    einsum_over_the_batch,
+    einsum_to_a_number,
+    sum_of_flattened,
+    parameter_first,
+    each_class_by_all,
+    each_sample_by_all,
+]
 AS_WRITTEN += [each_sample_or_zero, each_step_by_all, halves]
 
 

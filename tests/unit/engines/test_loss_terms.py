@@ -75,6 +75,12 @@ CASES = {
     "rows over a python count": (lambda: (tokens() * ROWS).sum() / (int(ROWS.sum()) * CLASSES), mean(3.0 * CLASSES)),
     "sum over a constant": (lambda: (tokens().mean(2) * FEW).sum() / 3, SUM),
     "mask": (lambda: (tokens().mean(2) * COUNTED).sum() / COUNTED.sum().clamp(min=1), mean(COUNT)),
+    "einsum to a number": (
+        lambda: torch.einsum("bl,bl->", tokens().mean(2), COUNTED.float()) / COUNTED.sum(),
+        mean(COUNT),
+    ),
+    "vdot": (lambda: torch.vdot(tokens().mean(2).flatten(), COUNTED.float().flatten()) / COUNTED.sum(), mean(COUNT)),
+    "trace": (lambda: (tokens().mean(2).T @ COUNTED.float()).trace() / COUNTED.sum(), mean(COUNT)),
     "indexed": (lambda: tokens()[COUNTED].mean(), mean(COUNT * CLASSES)),
     "mean squared error": (lambda: F.mse_loss(samples(), torch.zeros(BATCH, CLASSES)), mean(BATCH * CLASSES)),
     "masked means of samples": (lambda: ((tokens().mean(2) * COUNTED).sum(1) / COUNTED.sum(1)).mean(), mean(BATCH)),
@@ -330,6 +336,7 @@ def test_means_of_samples_beside_a_sum():
         (lambda: samples().softmax(0).pow(2).sum(), "Softmax"),
         (lambda: samples().topk(2, dim=-2).values.mean(), "Topk"),
         (lambda: (samples().mean(1) * torch.full((BATCH,), 1 / BATCH)).sum(), "weights that add up to 1"),
+        (lambda: torch.full((BATCH,), 1 / BATCH) @ samples().mean(1), "weights that add up to 1"),
     ],
 )
 def test_operations_over_all_samples(loss, reason):
