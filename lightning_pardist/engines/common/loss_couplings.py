@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -17,7 +17,18 @@ from lightning_pardist.compat.autograd_graph import (
     scalar,
     shape_of,
 )
-from lightning_pardist.engines.common.batch_dim import ADDITIONS, LOOK_UPS, SAME, BatchDims, GatheredResults
+from lightning_pardist.engines.common.batch_dim import (
+    ADDITIONS,
+    CONSTANT,
+    ELEMENTWISE,
+    LOOK_UPS,
+    REDUCED,
+    REDUCTIONS,
+    SAME,
+    STATISTICS,
+    BatchDims,
+    GatheredResults,
+)
 from lightning_pardist.engines.common.held_tensors import is_held
 from lightning_pardist.engines.common.loss_terms import SMALL, elements, mask_of
 
@@ -28,6 +39,10 @@ _ADDING = (ADDITIONS | SAME | {"Sum"}) - {"Cat", "Stack", "Index"}
 _OVER_DIM = {"Topk", "Sort", "Kthvalue", "Softmax", "LogSoftmax", "Cumsum", "Cumprod", "Logcumsumexp"}
 #: Products of two vectors, and the names of their saved operands.
 _DOTS = {"Dot": ("self", "tensor"), "Vdot": ("self", "other")}
+#: Operations that may combine each sample with a result of all samples.
+_COMBINING = {"Add", "Sub", "Rsub", "Mul", "Div"}
+#: Maximum number of operations between such a result and the reduction over samples.
+_SHORT = 6
 _SHARES = "a sum over samples with weights that add up to 1"
 
 
@@ -44,10 +59,13 @@ def couplings(loss: Tensor, *, samples: int | None, gathers: bool = False) -> It
     """
     if loss.grad_fn is None or not samples or samples < 2:
         return
-    gathered = GatheredResults(BatchDims(samples))
+    all_dims = BatchDims(samples)
+    gathered = GatheredResults(all_dims)
     waiting: list[Node] = [loss.grad_fn]
     # The node above each visited node, on the path by which it was first reached.
     above: dict[Node, Node | None] = {loss.grad_fn: None}
+    # Nodes that follow the last layer.
+    outside = {loss.grad_fn}
     while waiting:
         node = waiting.pop()
         kind = kind_of(node)
@@ -63,12 +81,18 @@ def couplings(loss: Tensor, *, samples: int | None, gathers: bool = False) -> It
                 yield f"a {'product' if kind == 'Mm' else 'distance'} between samples, of shape {list(sizes)}"
         if reason := _mixed(node, kind, inputs, samples):
             yield reason
+        combines = kind in _COMBINING and len(inputs) == 2 and node in outside and not with_all
+        if combines and _combines(node, kind, inputs, all_dims, above):
+            yield f"{kind} of each sample and a result of all samples"
         if kind in _SCATTERS and not _only_adds_up(node, above) and _adds_by_class(node, samples):
             yield f"{kind} sums samples by class, and the loss is not additive in the result"
+        is_outside = node in outside and not any(_is_weight(child, all_dims) for child in inputs)
         for child in inputs:
             if child not in above:
                 above[child] = node
                 waiting.append(child)
+                if is_outside:
+                    outside.add(child)
 
 
 def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
@@ -91,6 +115,33 @@ def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
     return ""
 
 
+def _is_weight(node: Node, dims: BatchDims) -> bool:
+    return math.prod(shape_of(node) or ()) > 1 and dims.of(node) == CONSTANT
+
+
+def _combines(
+    node: Node, kind: str, inputs: Sequence[Node], dims: BatchDims, above: Mapping[Node, Node | None]
+) -> bool:
+    """Return whether an operation combines each sample with a result of all samples, as in ``losses / losses.sum()``.
+
+    Not counted are sums of such a result and losses that are only added up afterwards.
+    """
+    for one, other in (inputs, inputs[::-1]):
+        if dims.of(one) == REDUCED and dims.of(other) >= 0 and _is_of_all(one, dims, _SHORT):
+            return kind in ("Mul", "Div") or not _only_adds_up(node, above, _ADDING | {"Mean"})
+    return False
+
+
+def _is_of_all(node: Node, dims: BatchDims, left: int) -> bool:
+    """Return whether a result was reduced over samples a few operations before."""
+    kind, inputs = kind_of(node), [child for child in inputs_of(node) if child is not None]
+    if kind in REDUCTIONS | STATISTICS:
+        return bool(inputs) and dims.of(inputs[0]) >= 0
+    if not left or kind not in ELEMENTWISE | SAME:
+        return False
+    return any(dims.of(child) == REDUCED and _is_of_all(child, dims, left - 1) for child in inputs)
+
+
 def _add_up_to_one(weights: Tensor) -> bool:
     """Return whether weights were divided by their sum; a mask with one item was not."""
     if not weights.is_floating_point() or not 1 < weights.numel() <= SMALL or bool((weights == 1).any()):
@@ -98,13 +149,13 @@ def _add_up_to_one(weights: Tensor) -> bool:
     return math.isclose(scalar(weights.sum()) or 0.0, 1.0, rel_tol=1e-6)
 
 
-def _only_adds_up(node: Node, above: Mapping[Node, Node | None]) -> bool:
+def _only_adds_up(node: Node, above: Mapping[Node, Node | None], adding: Set[str] = _ADDING) -> bool:
     """Return whether the loss is additive in a result: only sums, and products with constants that the module holds."""
     at = above[node]
     while at is not None:
         kind = kind_of(at)
         is_weighed = kind in ("Mul", "Div") and any(_is_constant(kept(at, name)) for name in ("other", "self"))
-        if not is_weighed and kind not in _ADDING:
+        if not is_weighed and kind not in adding:
             return False
         at = above[at]
     return True

@@ -337,10 +337,32 @@ def test_means_of_samples_beside_a_sum():
         (lambda: samples().topk(2, dim=-2).values.mean(), "Topk"),
         (lambda: (samples().mean(1) * torch.full((BATCH,), 1 / BATCH)).sum(), "weights that add up to 1"),
         (lambda: torch.full((BATCH,), 1 / BATCH) @ samples().mean(1), "weights that add up to 1"),
+        (lambda: (each_over_all(samples().exp())).mean(), "Div of each sample and a result of all samples"),
+        (lambda: (samples() * samples().square().mean()).mean(), "Mul of each sample and a result of all samples"),
+        (lambda: centered(samples()).square().mean(), "Sub of each sample and a result of all samples"),
     ],
 )
 def test_operations_over_all_samples(loss, reason):
     assert any(reason in each for each in couplings(loss(), samples=BATCH))
+
+
+def each_over_all(values):
+    return values / values.sum()
+
+
+def centered(values):
+    return values - values.mean(0)
+
+
+def test_a_result_of_all_samples_may_be_added_to_each():
+    loss = (samples().square().mean(1) + 0.1 * tokens().square().mean()).mean()
+    assert not list(couplings(loss, samples=BATCH))
+
+
+def test_weights_of_layers_are_no_results_of_all_samples():
+    scale = LOG_SIGMA.exp().sum()
+    for loss in ((samples() * scale).square().mean(), each_over_all(NET[1].weight).sum() + samples().mean()):
+        assert not list(couplings(loss, samples=BATCH))
 
 
 def test_operations_over_features_compare_no_samples():
