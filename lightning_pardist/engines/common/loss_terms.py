@@ -35,6 +35,7 @@ from lightning_pardist.compat.autograd_graph import (
     copies_or_adds,
     inputs_of,
     is_python_number,
+    kept,
     kind_of,
     saved,
     scalar,
@@ -404,6 +405,8 @@ class _Walk:
         if kind == "Trace" and inputs and self.batch_dim(inputs[0]) == REDUCED:
             # A sum over features of what was already reduced over samples.
             return [at.below(inputs[0])]
+        if kind in ("Where", "NanToNum") and len(inputs) == 1 and (taken := _takes_input(node, kind)) is not None:
+            return [at.below(inputs[0])] if taken else at.zero_term()
         if kind in ("Mul", "Div") and inputs:
             return self._product(at, inputs, kind)
         # A part of a tensor that was written to is a strided view for autograd.
@@ -512,6 +515,18 @@ class _Walk:
         if reduction == 1 and isinstance(operand, Tensor):
             return at.mean(kind, float(operand.numel()))
         return self._unknown(at, kind)
+
+
+def _takes_input(node: Node, kind: str) -> bool | None:
+    """Return whether a number is that of its input or a replacement without gradient, such as 0 if nothing counts.
+
+    None if it is no single number, or cannot be read.
+    """
+    value = kept(node, "condition" if kind == "Where" else "self")
+    number = scalar(value.detach()) if isinstance(value, Tensor) else None
+    if number is None or kind != "Where":
+        return None if number is None else math.isfinite(number)
+    return bool(number) == (inputs_of(node)[0] is not None)
 
 
 def _merged(term: Term, one: Term, other: Term) -> Term:

@@ -282,6 +282,12 @@ def where_kept(x, kept, y):
     return torch.where(kept[..., None], VALUES(x), 0.0).pow(2).sum() / (kept.sum() * 4).clamp(min=1)
 
 
+def where_not_empty(x, kept, y):
+    count = kept.sum() * 4
+    total = (VALUES(x).pow(2) * kept[..., None]).sum()
+    return torch.where(count == 0, torch.zeros(()), total / torch.where(count == 0, torch.ones_like(count), count))
+
+
 def filled(x, kept, y):
     return VALUES(x).masked_fill(~kept[..., None], 0).pow(2).sum() / (kept.sum() * 4).clamp(min=1)
 
@@ -360,6 +366,7 @@ AS_WRITTEN += [
     each_sample_by_all,
 ]
 AS_WRITTEN += [each_sample_or_zero, each_step_by_all, halves]
+AS_WRITTEN += [where_not_empty]
 
 
 @pytest.mark.parametrize("sizes", [[1] * 8, [2] * 4, [3, 3, 2], [4, 4]], ids=str)
