@@ -44,6 +44,8 @@ def test_data_of_watched_parameters_is_counted_and_what_it_was():
 
 
 def test_nothing_is_kept_of_a_parameter_that_is_gone():
+    # Parameters of earlier tests.
+    gc.collect()
     parameter = nn.Parameter(torch.ones(3))
     count_data_accesses(parameter)
     before = len(parameter_data._looks)
