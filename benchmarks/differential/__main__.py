@@ -50,6 +50,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="take every n-th family only")
     parser.add_argument("--offset", type=int, default=0, help="of the first one that is taken")
     parser.add_argument("--json", type=Path, help="one line a cell is added to this file; cells in it are not repeated")
+    parser.add_argument(
+        "--accelerator", default="cpu", choices=("cpu", "gpu"), help="gpu: one GPU that all ranks share"
+    )
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="no family is begun after so many seconds")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -65,7 +68,7 @@ def main() -> None:
         if time.monotonic() - began > arguments.budget_s:
             print(f"{name} and what follows are left to another run")
             break
-        for cell in cells(name, strategies) if strategies else ():
+        for cell in cells(name, strategies, arguments.accelerator) if strategies else ():
             results[cell["result"]] += 1
             print(f"{cell['result']:9} {name:32} {cell['strategy']:16} {cell['detail']}", flush=True)
             if arguments.json:
@@ -81,28 +84,28 @@ def _done(file: Path | None) -> set[tuple[str, str]]:
     return {(cell["family"], cell["strategy"]) for cell in map(json.loads, lines)}
 
 
-def cells(name: str, strategies: list[str]) -> Iterator[dict[str, Any]]:
+def cells(name: str, strategies: list[str], accelerator: str = "cpu") -> Iterator[dict[str, Any]]:
     """Run one family under every strategy; yield a single ``left out`` cell if one process cannot train it."""
     wants: dict[bool, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            wants[False] = _one(name, Path(folder) / "one", double=False)
+            wants[False] = _one(name, Path(folder) / "one", accelerator, double=False)
         except Exception as error:
             yield {"family": name, "strategy": "", "result": "left out", "detail": _sentence(str(error))}
             return
         for strategy in strategies:
             started = time.monotonic()
-            result, detail = _compare(name, strategy, Path(folder), wants)
+            result, detail = _compare(name, strategy, Path(folder), wants, accelerator)
             seconds = round(time.monotonic() - started, 1)
             yield {"family": name, "strategy": strategy, "result": result, "detail": detail, "seconds": seconds}
 
 
-def _one(name: str, folder: Path, *, double: bool) -> dict[str, Any]:
-    got = run_ranks(1, train, name, "auto", 1, str(folder), double, timeout_s=TIMEOUT_S)[0]
+def _one(name: str, folder: Path, accelerator: str, *, double: bool) -> dict[str, Any]:
+    got = run_ranks(1, train, name, "auto", 1, str(folder), double, accelerator, timeout_s=TIMEOUT_S)[0]
     return got | {"saved": saved_weights(folder)}
 
 
-def _compare(name: str, strategy: str, folder: Path, wants: dict[bool, Any]) -> tuple[str, str]:
+def _compare(name: str, strategy: str, folder: Path, wants: dict[bool, Any], accelerator: str) -> tuple[str, str]:
     """Return ``equal``, ``equal in fp64``, ``limit``, ``refused``, ``different`` or ``failed``, with a detail."""
     devices = math.prod(degrees_of(strategy).values()) if degrees_of(strategy) else DEVICES.get(strategy, 2)
     errors: dict[bool, tuple[float, str]] = {}
@@ -110,7 +113,7 @@ def _compare(name: str, strategy: str, folder: Path, wants: dict[bool, Any]) -> 
         path = folder / f"{strategy}-{double}"
         try:
             if double not in wants:
-                wants[double] = _one(name, folder / "one-fp64", double=True)
+                wants[double] = _one(name, folder / "one-fp64", accelerator, double=True)
         except RankFailed:
             return "different", f"{errors[False][0]:.1e}: {errors[False][1]} (the model has no fp64)"
         try:
@@ -122,6 +125,7 @@ def _compare(name: str, strategy: str, folder: Path, wants: dict[bool, Any]) -> 
                 devices,
                 str(path),
                 double,
+                accelerator,
                 timeout_s=TIMEOUT_S,
             )
         except RankFailed as failure:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.differential.families import Family, families, without_dropout
 from lightning_pardist import HybridStrategy
+from tests.helpers.gpu import SharedGPU
 
 STEPS = 3
 ACCUMULATE = 2
@@ -64,7 +65,9 @@ def degrees_of(strategy: str) -> dict[str, int]:
     return {f"{_AXES[part[1]]}_parallel_size": int(part[2]) for part in parts if part}
 
 
-def train(name: str, strategy: str, devices: int, folder: str, double: bool) -> dict[str, Any]:
+def train(
+    name: str, strategy: str, devices: int, folder: str, double: bool, accelerator: str = "cpu"
+) -> dict[str, Any]:
     """Run three optimizer steps with accumulation, clipping and a checkpoint after the second.
 
     Args:
@@ -73,6 +76,7 @@ def train(name: str, strategy: str, devices: int, folder: str, double: bool) -> 
         devices: Number of ranks.
         folder: Folder of the checkpoint.
         double: Whether to train in fp64.
+        accelerator: ``"cpu"``, or ``"gpu"`` for one GPU that all ranks share.
 
     Returns:
         Final weights and logged values, both as on one process, whether there are batch norms, and whether the model
@@ -84,7 +88,7 @@ def train(name: str, strategy: str, devices: int, folder: str, double: bool) -> 
     module = Foreign(family)
     save = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=2, filename="half")
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=SharedGPU() if accelerator == "gpu" else accelerator,
         strategy=HybridStrategy(**degrees) if (degrees := degrees_of(strategy)) else strategy,  # type: ignore[arg-type]
         devices=devices,
         precision="64-true" if double else "32-true",
@@ -99,9 +103,9 @@ def train(name: str, strategy: str, devices: int, folder: str, double: bool) -> 
         enable_model_summary=False,
     )
     trainer.fit(module, datamodule=Samples(family))
-    weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
+    weights = {key: value.detach().to("cpu", copy=True) for key, value in module.state_dict().items()}
     batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
-    logged = {"loss": trainer.callback_metrics["loss_epoch"].detach().clone()}
+    logged = {"loss": trainer.callback_metrics["loss_epoch"].detach().to("cpu", copy=True)}
     # Read by the caller on one process only: pipeline stages before the last have no loss.
     wide_loss = getattr(module, "loss_dtype", None) == torch.float64
     return {"weights": weights, "logged": logged, "batch norms": batch_norms, "fp64 loss": wide_loss}

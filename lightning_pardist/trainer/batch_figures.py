@@ -108,10 +108,12 @@ class BatchFigures(TorchFunctionMode):
         results = [each for each in given_tensors(output) if type(each) is Tensor]
         if name == "detach" and given and given[0].requires_grad and not given[0].dim() and results:
             return self._detached(given[0], results[0])
+        if not results:
+            return None
         marked = [(each, self._marks[each]) for each in given if type(each) is Tensor and each in self._marks]
         if not marked and not any(each.requires_grad for each in results):
             marked = self._with_graphs(given)
-        if not marked or not results:
+        if not marked:
             return None
         figures = [(each, mark) for each, mark in marked if mark.dim is None]
         if figures:

@@ -51,9 +51,16 @@ def _rounded(values, kind):
 
 
 def _zero_rows(numbers, world):
-    """Return the layout of ZeRO-1 and 2's single bucket over ranks: parameters from the last to the first."""
-    flat = torch.cat([each.reshape(-1) for each in reversed(numbers)])
-    return nn.functional.pad(flat, (0, -len(flat) % world), value=-1).view(world, -1)
+    """Return the layout of ZeRO-1 and 2's single bucket over ranks: parameters from the last to the first.
+
+    Parameters and slices begin at multiples of 16 bytes, which are two elements.
+    """
+
+    def padded(values, multiple):
+        return nn.functional.pad(values, (0, -len(values) % multiple), value=-1)
+
+    flat = torch.cat([padded(each.reshape(-1), 2) for each in reversed(numbers)])
+    return padded(flat, 2 * world).view(world, -1)
 
 
 def _fsdp_rows(numbers, world):

@@ -50,6 +50,25 @@ def _table(stage):
     return sent, held.parameters / psi, held.gradients / psi, held.optimizer / psi
 
 
+def _places(stage, dtype):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1), nn.Linear(1, 7)).to(dtype)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = _engine(stage, module, optimizer)
+    tensors = [param for group in optimizer.param_groups for param in group["params"] if param.numel()]
+    found = [param.data_ptr() for param in [*module.parameters(), *tensors]]
+    engine.detach()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_and_shards_are_aligned(stage, dtype):
+    for places in run_ranks(3, _places, stage, dtype):
+        assert len(places) > 6
+        assert all(place % 16 == 0 for place in places)
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("world", [2, 4])
 def test_bytes_sent_and_held_are_those_of_the_table(world):

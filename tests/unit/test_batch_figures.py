@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_pardist.engines.common.batch_dim import BatchDims
 from lightning_pardist.trainer.batch_figures import BatchFigures
 
 SAMPLES, LENGTH, CLASSES = 6, 5, 3
@@ -209,3 +210,20 @@ def test_what_is_made_of_all_samples(step):
 @pytest.mark.parametrize("step", PLAIN)
 def test_counts_lengths_and_samples_by_themselves_are_no_figures(step):
     assert _found(step) is None
+
+
+def test_a_read_of_an_attribute_does_not_search_the_graph(monkeypatch):
+    searches = []
+
+    class Counted(BatchDims):
+        def of(self, node):
+            searches.append(node)
+            return super().of(node)
+
+    monkeypatch.setattr("lightning_pardist.trainer.batch_figures.BatchDims", Counted)
+    with BatchFigures(BATCH, SAMPLES):
+        output = NET(BATCH["x"])
+        assert output.shape[0] == output.size(0) == SAMPLES
+        assert output.device == BATCH["x"].device
+        assert output.dtype == torch.float32
+    assert not searches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,10 @@ from lightning_pardist.engines.ddp.bucket import Bucket, flat_like, view_like
 from lightning_pardist.engines.zero.host_slice import HostSlice, follow, low_precision
 from lightning_pardist.engines.zero.lazy_gradient import LazyGradient
 from lightning_pardist.local_tensors import local_shard, set_local_shard, wrap_like
+
+#: Alignment of parameters and slices in the flat buffer, in bytes: vectorized kernels need it, and grouped matrix
+#: products refuse operands without it.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,10 @@ class Piece:
 class ShardedBucket(Bucket):
     """Parameters as views of one flat buffer, of which this rank's optimizer updates one slice.
 
-    Slices are even to the element, whatever the shapes: no rank holds more than ``1/N`` of the optimizer's state, plus
-    padding of less than ``N`` elements per bucket. For parameters that are split over tensor ranks, the bucket holds
-    this rank's parts. Parameters in half precision are updated in fp32 masters, which exist for the slice only.
+    Slices are even, whatever the shapes: no rank holds more than ``1/N`` of the optimizer's state, plus padding.
+    Parameters and slices begin at multiples of 16 bytes, so that the padding is less than that for each of them. For
+    parameters that are split over tensor ranks, the bucket holds this rank's parts. Parameters in half precision are
+    updated in fp32 masters, which exist for the slice only.
 
     If gathers of parameters are compressed, the updated slice is separate from the buffer: all ranks, the owner
     included, compute with the decoded values, while updates continue from the exact ones. The exact values are gathered
@@ -83,13 +88,15 @@ class ShardedBucket(Bucket):
         self.number = number
         self.params = list(params)
         self.numels = [local_shard(param).numel() for param in self.params]
-        self.numel = sum(self.numels)
-        self.group = group
-        self.world_size = world_size = group.size()
-        self.shard_numel = -(-self.numel // world_size)
-        self.keep_full = keep_full
         first = local_shard(self.params[0])
         self._dtype, self.device = first.dtype, first.device
+        #: Elements from the beginning of each parameter in the buffer to the next one's.
+        self._extents = [_aligned(numel, self._dtype) for numel in self.numels]
+        self.numel = sum(self._extents)
+        self.group = group
+        self.world_size = world_size = group.size()
+        self.shard_numel = _aligned(-(-self.numel // world_size), self._dtype)
+        self.keep_full = keep_full
         self._own = slice(group.rank() * self.shard_numel, (group.rank() + 1) * self.shard_numel)
         self.flat_params = torch.zeros(self.shard_numel * world_size, dtype=self._dtype, device=self.device)
         self._parameter_views: list[Tensor] = []
@@ -227,18 +234,15 @@ class ShardedBucket(Bucket):
 
     def slice_of(self, param: nn.Parameter, flat: Tensor) -> Tensor:
         """Return the values of ``param`` in ``flat``, shape ``[padded numel]``, shaped like this rank's part of it."""
-        offset = 0
-        for candidate, numel in zip(self.params, self.numels, strict=True):
+        for candidate, offset, numel in self._places():
             if candidate is param:
                 return view_like(flat[offset : offset + numel], local_shard(param))
-            offset += numel
         raise KeyError("the parameter is not in this bucket")
 
     def elements_by_rank(self, param: nn.Parameter) -> dict[int, int]:
         """Return the number of a parameter's elements in each rank's slice, for ranks that have any."""
-        index = next(at for at, candidate in enumerate(self.params) if candidate is param)
-        start, found = sum(self.numels[:index]), {}
-        stop = start + self.numels[index]
+        start, numel = next((offset, numel) for candidate, offset, numel in self._places() if candidate is param)
+        stop, found = start + numel, {}
         while start < stop:
             rank = start // self.shard_numel
             end = min(stop, (rank + 1) * self.shard_numel)
@@ -247,18 +251,23 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def _adopt_parameters(self) -> None:
-        offset = 0
-        for param, numel in zip(self.params, self.numels, strict=True):
+        for param, offset, numel in self._places():
             part = local_shard(param)
             view = view_like(self.flat_params[offset : offset + numel], part)
             view.copy_(part)
             set_local_shard(param, view)
             self._parameter_views.append(view)
-            offset += numel
+
+    def _places(self) -> Iterator[tuple[nn.Parameter, int, int]]:
+        """Yield each parameter with its offset and number of elements in the buffer."""
+        offset = 0
+        for param, numel, extent in zip(self.params, self.numels, self._extents, strict=True):
+            yield param, offset, numel
+            offset += extent
 
     def _cut(self) -> list[Piece]:
-        pieces, offset = [], 0
-        for param, numel in zip(self.params, self.numels, strict=True):
+        pieces = []
+        for param, offset, numel in self._places():
             if numel == 0:
                 # An empty parameter still has a step count in its optimizer; the first rank keeps it.
                 if self._own.start == 0:
@@ -270,7 +279,6 @@ class ShardedBucket(Bucket):
                 at = begin - self._own.start
                 shard = with_user_attributes(nn.Parameter(self.master[at : at + end - begin]), user_attributes(param))
                 pieces.append(Piece(param, begin - offset, end - offset, at, shard))
-            offset += numel
         return pieces
 
     # --- gradients ----------------------------------------------------------------------------------------------
@@ -289,14 +297,18 @@ class ShardedBucket(Bucket):
         if self._full is None:
             # fill() handles views without a gradient; the padding after them is zeroed here.
             self._full = torch.empty_like(self.flat_params)
+            for (_, offset, numel), extent in zip(self._places(), self._extents, strict=True):
+                if extent > numel:
+                    self._full[offset + numel : offset + extent].zero_()
             self._full[self.numel :].zero_()
             self._views = self._views_of(self._full)
         return self._views
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         parts = [local_shard(param) for param in self.params]
-        pieces = flat[: self.numel].split(self.numels)
-        return [view_like(piece, part) for piece, part in zip(pieces, parts, strict=True)]
+        pieces = flat[: self.numel].split(self._extents)
+        sized = zip(pieces, self.numels, parts, strict=True)
+        return [view_like(piece[:numel], part) for piece, numel, part in sized]
 
     @property
     def full_gradients(self) -> Tensor:
@@ -526,6 +538,12 @@ class ShardedBucket(Bucket):
             follow(grad, own.to(grad.device))
         else:
             grad.copy_(own)
+
+
+def _aligned(numel: int, dtype: torch.dtype) -> int:
+    """Return a number of elements rounded up to a multiple of the alignment."""
+    elements = max(_ALIGNMENT // dtype.itemsize, 1)
+    return -(-numel // elements) * elements
 
 
 def _alike(values: Tensor, others: Tensor) -> Tensor:
