@@ -14,12 +14,14 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 
 
 class SharedGPU(CUDAAccelerator):
-    """Accelerator with any number of ranks on the first GPU, and fp32 matrix products and convolutions without TF32."""
+    """Accelerator with any number of ranks on the first GPU, deterministic convolutions, and no TF32."""
 
     def setup_device(self, device: torch.device) -> None:
         super().setup_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
+        # By default cuDNN's backward of a convolution sums in another order in each run.
+        torch.backends.cudnn.deterministic = True
 
     @staticmethod
     def parse_devices(devices: Any) -> list[int]:
