@@ -51,6 +51,8 @@ _PLACING |= {"repeat_interleave", "narrow", "split", "pack_padded_sequence", "on
 _PLACING |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 #: Functions that may be applied to additive figures before these are summed over ranks.
 _SUMMING = {"add", "__add__", "__radd__", "add_", "__iadd__", "sub", "__sub__", "__rsub__", "rsub", "sub_", "__isub__"}
+#: Functions that tell which counts are not zero, if they compare them with zero.
+_PRESENCE = {"gt", "__gt__", "greater", "ne", "__ne__", "not_equal"}
 _ASKING = {"any", "all", "eq", "equal", "allclose", "isnan", "isinf", "isfinite", "is_nonzero", "__bool__"}
 
 
@@ -64,6 +66,7 @@ class _Mark:
         adds_up: Whether the figures of parts of a batch add up to that of the batch, as counts do.
         is_over: Whether it is the reciprocal of such a figure.
         is_largest: Whether it is a maximum, which may be subtracted before exponentials without changing the result.
+        is_presence: Whether it tells which counts are not zero.
     """
 
     dim: int | None
@@ -71,6 +74,7 @@ class _Mark:
     adds_up: bool = False
     is_over: bool = False
     is_largest: bool = False
+    is_presence: bool = False
 
 
 class BatchFigures(TorchFunctionMode):
@@ -133,16 +137,22 @@ class BatchFigures(TorchFunctionMode):
             self._marks[result] = _Mark(None, "a loss without its graph")
 
     def _with_graphs(self, given: Sequence[Tensor]) -> list[tuple[Tensor, _Mark]]:
-        """Return marks for tensors with a graph that hold samples, as their gradient-free results do as well."""
+        """Return marks for tensors with a graph that hold samples, as their gradient-free results do as well.
+
+        A dim of several items for each sample (tokens, pixels) holds samples too.
+        """
         dims = BatchDims(self._samples)
         found = [(each, dims.of(each.grad_fn)) for each in given if each.grad_fn is not None and type(each) is Tensor]
-        return [(each, _Mark(dim)) for each, dim in found if dim >= 0 and each.shape[dim] == self._samples]
+        return [(each, _Mark(dim)) for each, dim in found if dim >= 0 and each.shape[dim] % self._samples == 0]
 
     def _computed(
         self, name: str, args: tuple[Any, ...], figures: Sequence[tuple[Tensor, _Mark]], results: Sequence[Tensor]
     ) -> None:
         figure, mark = figures[0]
         if name in _PLACING | _ASKING and not (name == "__getitem__" and figure is not args[0] and figure.dim()):
+            return
+        if name == "nonzero" and mark.is_presence:
+            # A loop over the groups that have samples (a mixture's experts).
             return
         own = [each for each in results if each.requires_grad]
         if not own:
@@ -170,7 +180,8 @@ class BatchFigures(TorchFunctionMode):
         if name in _OVER_IT and not others and mark.adds_up:
             divided = name in _DIVISIONS and args[0] is figure
             return mark if divided else replace(mark, adds_up=False, is_over=True)
-        return replace(mark, adds_up=False, is_over=False, is_largest=False)
+        is_presence = name in _PRESENCE and mark.adds_up and len(args) > 1 and type(args[1]) is int and args[1] == 0
+        return replace(mark, adds_up=False, is_over=False, is_largest=False, is_presence=is_presence)
 
     def _of_samples(
         self,

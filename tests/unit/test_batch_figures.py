@@ -153,6 +153,24 @@ def packed(batch):
     return NET(rows.data).square().mean()
 
 
+def within_a_capacity_of_all_tokens(batch):
+    """Routing to experts with room for a number of tokens: those of other samples count."""
+    tokens = NET(EMBEDDING(batch["ids"]).view(-1, 4))
+    chosen = F.one_hot(tokens.argmax(1), CLASSES)
+    places = chosen.cumsum(0) - 1 + chosen.sum(0, keepdim=True)
+    return (tokens.softmax(1) * (chosen * torch.lt(places, 4))).sum(1).mean()
+
+
+def over_experts_that_have_tokens(batch):
+    tokens = NET(EMBEDDING(batch["ids"]).view(-1, 4))
+    chosen = F.one_hot(tokens.argmax(1), CLASSES)
+    output = torch.zeros_like(tokens)
+    for expert in torch.greater(chosen.sum(0), 0).nonzero():
+        rows = torch.where(chosen.T[expert].squeeze(0))[0]
+        output = output.index_add(0, rows, tokens[None, rows].view(-1, CLASSES))
+    return output.square().mean()
+
+
 def of_two_sums(batch):
     """Division of sums, which the autograd graph shows and this detection leaves out."""
     probabilities, targets = NET(batch["x"]).softmax(1), F.one_hot(batch["y"], CLASSES)
@@ -184,6 +202,7 @@ COUPLED = [
     losses_balanced_by_their_size,
     softmax_over_samples,
     less_than_the_sum,
+    within_a_capacity_of_all_tokens,
 ]
 PLAIN = [
     shifted_by_the_largest,
@@ -198,6 +217,7 @@ PLAIN = [
     groups_of_rows,
     accuracy_beside,
     packed,
+    over_experts_that_have_tokens,
     of_two_sums,
 ]
 
