@@ -623,7 +623,10 @@ def _copy_without_sharding(module: nn.Module, memo: dict[int, Any]) -> nn.Module
     cls: Any = unsharded_class(type(module))
     copied: nn.Module = cls.__new__(cls)
     memo[id(module)] = copied
-    state = {key: value for key, value in module.__dict__.items() if key not in (STATE_KEY, REGISTRY_KEY)}
+    # A LightningModule's own state leaves out the Trainer.
+    own: Any = getattr(module, "__getstate__", dict)()
+    state = own if isinstance(own, dict) and own else module.__dict__
+    state = {key: value for key, value in state.items() if key not in (STATE_KEY, REGISTRY_KEY)}
     state = {key: value for key, value in state.items() if not _is_of_engine(value)}
     for name in ("_forward_pre_hooks", "_forward_hooks"):
         hooks = {number: hook for number, hook in state[name].items() if not _is_of_engine(hook)}

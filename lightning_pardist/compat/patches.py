@@ -389,5 +389,6 @@ def cell_of(function: Callable[..., Any]) -> types.CellType:
             found: types.CellType = cell
             return found
     raise RuntimeError(
-        f"torch {torch.__version__} defines {function.__name__} in a form that lightning_pardist does not know."
+        f"torch {torch.__version__} defines {getattr(function, '__name__', function)} in a form that lightning_pardist"
+        " does not know."
     )

@@ -193,6 +193,8 @@ class PreemptionHandler:
                     " batch script can call `scontrol requeue $SLURM_JOB_ID`."
                 )
         self._context.stopping = _STATUS[asked]
+        # As Lightning's handler sets it (Trainer.received_sigterm), which callbacks read.
+        signal_connector(trainer).received_sigterm = asked == _STOP
         # All ranks exit together, since an early exit of one could be treated as a failure by the others.
         barrier(self._context.device)
         self._wait_for_first_rank()

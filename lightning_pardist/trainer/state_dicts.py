@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -261,10 +261,17 @@ class StateDicts:
     def load_optimizers(self, states: Sequence[dict[str, Any]]) -> None:
         """Load the states of all optimizers from a checkpoint of either form. Not collective.
 
+        If the checkpoint holds none, the optimizers start anew, as in Lightning, and a warning says so.
+
         Raises:
             ValueError: If the numbers of optimizers and states differ.
         """
         optimizers = self.context.optimizers
+        if not states and optimizers:
+            rank_zero_warn(
+                "The checkpoint holds no optimizer state (optimizer_states is empty). Optimizers start anew."
+            )
+            return
         if len(states) != len(optimizers):
             raise ValueError(
                 f"The checkpoint holds {len(states)} optimizer(s), configure_optimizers made {len(optimizers)}."

@@ -1,7 +1,7 @@
 """Common user patterns with checkpoints, under strategies that split the module, and afterwards without any."""
 
 import os
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import lightning.pytorch as pl
 import pytest
@@ -269,3 +269,20 @@ def test_a_run_saved_where_validation_is_due_counts_on_as_without_a_break(tmp_pa
         assert found["epoch_loop.state_dict"] == expected["epoch_loop.state_dict"]
         assert found["epoch_loop.batch_progress"] == expected["epoch_loop.batch_progress"]
         assert found["epoch_loop.val_loop.batch_progress"] == expected["epoch_loop.val_loop.batch_progress"]
+
+
+def _without_optimizer_states(strategy, file):
+    with patch("lightning_pardist.trainer.state_dicts.rank_zero_warn") as warn:
+        trainer, _, _ = _fit(strategy, dist.get_world_size(), [], resume=file, epochs=2)
+    assert "The checkpoint holds no optimizer state" in warn.call_args.args[0]
+    assert trainer.global_step == 2 * STEPS
+    assert {int(state["step"]) for state in trainer.optimizers[0].state.values()} == {STEPS}
+
+
+def test_a_checkpoint_stripped_of_optimizer_states(tmp_path):
+    trainer, _, _ = _fit("pp", 1, [])
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    state = torch.load(tmp_path / "whole.ckpt", weights_only=False)
+    torch.save(state | {"optimizer_states": [], "lr_schedulers": []}, tmp_path / "stripped.ckpt")
+    for strategy in ("zero2", "zero3", "pp"):
+        run_ranks(2, _without_optimizer_states, strategy, str(tmp_path / "stripped.ckpt"))

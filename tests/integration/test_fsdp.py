@@ -169,6 +169,36 @@ def test_the_module_is_ordinary_afterwards_or_stays_sharded():
     run_ranks(2, _afterwards)
 
 
+class Averages(pl.Callback):
+    """Average of the module's weights, copied from it when training starts."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.average = copy.deepcopy(pl_module)
+        assert not self.average._trainer
+
+    def on_train_batch_end(self, trainer, pl_module, *unused):
+        with torch.no_grad():
+            for mean, param in zip(self.average.parameters(), pl_module.parameters(), strict=True):
+                mean.lerp_(param, 0.5)
+
+
+def _averaged(strategy, devices):
+    average = Averages()
+    module = Classifier()
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, max_epochs=1, callbacks=[average], use_distributed_sampler=False
+    )
+    torch.manual_seed(11)
+    trainer.fit(module, datamodule=Data(module.dataset(BATCH * BATCHES)))
+    return snapshot(average.average)
+
+
+def test_a_copy_made_when_training_starts():
+    (alone,) = run_ranks(1, _averaged, "auto", 1)
+    for found in run_ranks(2, _averaged, "pardist_zero3", 2):
+        assert_close(found, alone)
+
+
 class Fails(Classifier):
     """Raises once, in its second batch."""
 

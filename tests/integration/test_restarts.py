@@ -31,6 +31,14 @@ class SignalAt(pl.Callback):
             os.kill(os.getpid(), self.number)
 
 
+class SeesSignal(pl.Callback):
+    def __init__(self):
+        self.seen = None
+
+    def on_exception(self, trainer, module, exception):
+        self.seen = trainer.received_sigterm
+
+
 def _fit(folder, monkeypatch, *, callbacks=(), resume="always", environment=None, **kwargs):
     # Emulate separate processes.
     monkeypatch.setattr(job_counts, "_counts", Counter())
@@ -59,10 +67,11 @@ def test_sigterm_stops_at_a_boundary_and_the_next_start_goes_on(tmp_path, monkey
     given = {"accumulate_grad_batches": accumulate}
     _, wanted = _fit(tmp_path / "whole", monkeypatch, **given)
     folder = tmp_path / "stopped"
-    before = signal.getsignal(signal.SIGTERM)
+    before, sees = signal.getsignal(signal.SIGTERM), SeesSignal()
     with pytest.raises(SystemExit) as stopped:
-        _fit(folder, monkeypatch, callbacks=[SignalAt(signal.SIGTERM, step)], **given)
+        _fit(folder, monkeypatch, callbacks=[SignalAt(signal.SIGTERM, step), sees], **given)
     assert stopped.value.code == 143
+    assert sees.seen
     assert signal.getsignal(signal.SIGTERM) is before
     (checkpoint,) = folder.rglob("stopped.ckpt")
     assert torch.load(checkpoint, weights_only=False)["global_step"] == step + 1

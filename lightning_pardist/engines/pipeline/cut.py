@@ -200,8 +200,10 @@ class _Votes:
     samples: list[tuple[int, bool]] = field(default_factory=list)
     alone: bool = False
 
-    def take(self, value: Any, path: _Path) -> None:
-        """Collect the candidates in a part of the batch."""
+    def take(self, value: Any, path: _Path, above: tuple[int, ...] = ()) -> None:
+        """Collect the candidates in a part of the batch, which the objects with the ids ``above`` contain."""
+        if id(value) in above:
+            return
         if isinstance(value, torch.Tensor):
             self.sizes += self._sizes([(path, value)])
         elif isinstance(value, (list, tuple)) and value and all(isinstance(item, torch.Tensor) for item in value):
@@ -214,7 +216,7 @@ class _Votes:
             self.samples.append((len(value), any(len(set(sizes)) > 1 for sizes in each)))
         else:
             for name, child in named_children(value) or ():
-                self.take(child, (*path, name))
+                self.take(child, (*path, name), (*above, id(value)))
 
     def decided(self) -> _Measured | None:
         """Return the batch's size and which lists hold samples; None if there is no candidate."""

@@ -90,7 +90,7 @@ def _flatten(value: Any, leaves: list[Any], stop: frozenset[int], objects: bool,
 
 def _contents(value: Any) -> tuple[str, tuple[Any, ...], list[Any]] | None:
     """Return kind, keys and children of a container; None for a leaf."""
-    if isinstance(value, (torch.Tensor, torch.nn.Module, *ATOMS)):
+    if isinstance(value, (torch.Tensor, torch.nn.Module, *ATOMS)) or _is_iterator(value):
         return None
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "fields", (), list(value)
@@ -108,7 +108,7 @@ def _contents(value: Any) -> tuple[str, tuple[Any, ...], list[Any]] | None:
 def _holds_tensor(value: Any, depth: int) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if depth > 8 or isinstance(value, (torch.nn.Module, *ATOMS)):
+    if depth > 8 or isinstance(value, (torch.nn.Module, *ATOMS)) or _is_iterator(value):
         return False
     if isinstance(value, Mapping):
         return any(_holds_tensor(item, depth + 1) for item in value.values())
@@ -118,6 +118,11 @@ def _holds_tensor(value: Any, depth: int) -> bool:
     if not attributes or callable(value):
         return False
     return any(_holds_tensor(item, depth + 1) for item in attributes.values())
+
+
+def _is_iterator(value: Any) -> bool:
+    """Return whether a value yields values rather than holding them, as Lightning's ``dataloader_iter`` does."""
+    return isinstance(value, Iterator) and not isinstance(value, (list, tuple, Mapping))
 
 
 @functools.cache
