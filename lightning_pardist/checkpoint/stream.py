@@ -6,13 +6,16 @@ import io
 import pickle
 import struct
 import sys
+import types
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.storage import TypedStorage
 
 from lightning_pardist.compat import serialization
@@ -80,6 +83,14 @@ class _Pickler(pickle.Pickler):
             return "storage", torch.UntypedStorage, self._key(storage_key(obj), obj), "cpu", obj.nbytes()
         return None
 
+    def reducer_override(self, obj: Any) -> Any:
+        # What a run sets on metrics, which hyperparameters may refer to, is None in the file: groups and methods.
+        if isinstance(obj, dist.ProcessGroup) or (isinstance(obj, types.MethodType) and _is_own(obj.__self__)):
+            return type(None), ()
+        if isinstance(obj, DTensor) or (isinstance(obj, Tensor) and _is_own(obj)):
+            raise TypeError("its parameters are divided among ranks")
+        return NotImplemented
+
     def _key(self, identity: int, record: LazyTensor | torch.UntypedStorage) -> str:
         key = self._keys.setdefault(identity, str(len(self._keys)))
         self.records[key] = record
@@ -94,10 +105,21 @@ def write_archive(state: Any, stream: IO[bytes]) -> None:
     Args:
         state: Object for ``torch.save``; tensors are loaded to host memory.
         stream: A binary file, written from its current position; it need not be seekable.
+
+    Raises:
+        TypeError: If a value cannot be pickled; the message gives its key.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
-    pickler.dump(state)
+    try:
+        pickler.dump(state)
+    except Exception as error:
+        if (key := _unpicklable(state)) is None:
+            raise
+        raise TypeError(
+            f"The checkpoint's {key} cannot be pickled during a run ({type(error).__name__}: {error}). Leave it out; a"
+            " module among the hyperparameters is saved with the others: save_hyperparameters(ignore=[...])."
+        ) from error
     lazy = any(isinstance(record, LazyTensor) for record in pickler.records.values())
     # One buffer for all pieces: memory that is freed and allocated again would add up.
     piece = torch.empty(PIECE_BYTES if lazy else 0, dtype=torch.uint8)
@@ -113,6 +135,23 @@ def write_archive(state: Any, stream: IO[bytes]) -> None:
             pieces = _pieces(record, piece) if isinstance(record, LazyTensor) else [_bytes_of(record)]
             _put(archive, f"data/{key}", pieces)
         _put(archive, "version", [_VERSION])
+
+
+def _is_own(value: Any) -> bool:
+    return type(value).__module__.startswith("lightning_pardist.")
+
+
+def _unpicklable(state: Any, key: str = "") -> str | None:
+    """Return the key of a value in nested dicts that cannot be pickled; None if there is none."""
+    if not isinstance(state, Mapping):
+        return None
+    for name, value in state.items():
+        try:
+            _Pickler(io.BytesIO()).dump(value)
+        except Exception:
+            below = f"{key}[{name!r}]" if key else str(name)
+            return _unpicklable(value, below) or below
+    return None
 
 
 def _pieces(tensor: LazyTensor, buffer: Tensor) -> Iterator[memoryview]:

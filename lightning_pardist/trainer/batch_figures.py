@@ -40,7 +40,20 @@ _HISTOGRAMS = {"bincount", "histc"}
 #: Functions that keep a count a count, and the reciprocal of a count a reciprocal.
 _KEEPING = {"clamp", "clamp_min", "clip", "maximum", "max", "to", "float", "double", "long", "type_as", "type", "clone"}
 _KEEPING |= {"detach", "squeeze", "unsqueeze", "view", "reshape", "expand", "add", "__add__", "__radd__", "half", "int"}
-_KEEPING |= {"mul", "__mul__", "__rmul__", "contiguous", "bfloat16", "cpu", "cuda", "__get__", "item", "add_", "clamp_"}
+_KEEPING |= {
+    "mul",
+    "__mul__",
+    "__rmul__",
+    "contiguous",
+    "bfloat16",
+    "cpu",
+    "cuda",
+    "as_tensor",
+    "__get__",
+    "item",
+    "add_",
+    "clamp_",
+}
 _DIVISIONS = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__"}
 _OVER_IT = {"reciprocal", "__rtruediv__", "__rdiv__", *_DIVISIONS}
 _PRODUCTS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__"}

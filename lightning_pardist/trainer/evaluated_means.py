@@ -32,21 +32,22 @@ class BatchMean:
 
     Attributes:
         samples: Samples of the batch on this rank, its weight in Lightning's mean over batches.
-        parts: Summands of the value, each with what its mean divides by; None if that is unknown.
+        parts: Summands of the value, each with what its mean divides by (None if that is unknown), and whether that is
+            the size of a tensor that may hold no items of the batch.
     """
 
     samples: float
-    parts: tuple[tuple[float, float | None], ...]
+    parts: tuple[tuple[float, float | None, bool], ...]
 
     @property
     def value(self) -> float:
         """The value that was logged."""
-        return sum(value for value, _ in self.parts)
+        return sum(value for value, *_ in self.parts)
 
     @property
     def is_counted(self) -> bool:
         """Whether the count of a part is known."""
-        return any(count is not None for _, count in self.parts)
+        return any(count is not None for _, count, _ in self.parts)
 
 
 @dataclass
@@ -55,7 +56,7 @@ class _Batches:
 
     Attributes:
         read: Means by number of the batch.
-        unread: Number of the batch, samples before and after it, and value and count of each part, in a row.
+        unread: Number of the batch, samples before and after it, and the attributes of each part, in a row.
         is_usable: Whether each batch has one mean.
     """
 
@@ -66,7 +67,9 @@ class _Batches:
     def add(self, batch: int, before: Any, after: Any, parts: Iterable[MeanPart]) -> None:
         if batch in self.read or any(batch == other for other, *_ in self.unread):
             self.is_usable = False
-        self.unread.append((batch, before, after, [each for part in parts for each in (part.value, part.count)]))
+        self.unread.append(
+            (batch, before, after, [each for part in parts for each in (part.value, part.count, part.is_size)])
+        )
         if len(self.unread) >= _UNREAD:
             self.read_all()
 
@@ -78,7 +81,7 @@ class _Batches:
         )
         for batch, entry in entries:
             before, after, *parts = (next(floats) if isinstance(each, Tensor) else each for each in entry)
-            self.read[batch] = BatchMean(after - before, tuple(zip(parts[::2], parts[1::2], strict=True)))
+            self.read[batch] = BatchMean(after - before, tuple(zip(parts[::3], parts[1::3], parts[2::3], strict=True)))
         self.unread.clear()
 
 
@@ -187,16 +190,24 @@ def mean_of_ranks(ranks: list[dict[int, BatchMean]]) -> float:
         means = [each[batch] for each in ranks if batch in each]
         samples = [mean.samples for mean in means]
         alike = len({len(mean.parts) for mean in means}) == 1
-        parts = zip(*(mean.parts for mean in means), strict=True) if alike else [[(mean.value, None) for mean in means]]
+        parts = (
+            zip(*(mean.parts for mean in means), strict=True)
+            if alike
+            else [[(mean.value, None, False) for mean in means]]
+        )
         total += sum(samples) * sum(_mean_of_parts(list(part), samples) for part in parts)
         weight += sum(samples)
     return total / weight if weight else float("nan")
 
 
-def _mean_of_parts(parts: Sequence[tuple[float, float | None]], samples: Sequence[float]) -> float:
-    """Return the mean of one part over ranks, weighted by counts, or by samples if a count is unknown."""
-    counts = [count for _, count in parts]
-    weights = samples if None in counts else [count or 0.0 for count in counts]
+def _mean_of_parts(parts: Sequence[tuple[float, float | None, bool]], samples: Sequence[float]) -> float:
+    """Return the mean of one part over ranks, weighted by counts, or by samples if a count is unknown.
+
+    A size that all ranks share although they have different numbers of samples counts something else, such as classes.
+    """
+    counts = [count for _, count, _ in parts]
+    is_shared = len(set(counts)) == 1 and all(is_size for *_, is_size in parts)
+    weights = samples if None in counts or is_shared else [count or 0.0 for count in counts]
     # A mean over nothing is NaN and counts for nothing.
-    added = sum(number * value for number, (value, _) in zip(weights, parts, strict=True) if number)
+    added = sum(number * value for number, (value, *_) in zip(weights, parts, strict=True) if number)
     return added / sum(weights) if sum(weights) else float("nan")

@@ -291,8 +291,9 @@ class LossWeights:
 
     def _weigh(self, loss: Tensor | None, noted: list[_Logged]) -> None:
         samples = BatchCut().samples_of(self._batch)
-        terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting, gathers=True)
-        if loss is not None and self._group().size() > 1:
+        ranks = self._group().size()
+        terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting, gathers=True, ranks=ranks)
+        if loss is not None and ranks > 1:
             self._log_terms(loss, terms)
         terms = agreed_terms(terms, self._agree, self._device)
         entries = self._values(loss, terms, noted)

@@ -8,7 +8,9 @@ few additions and multiplications by numbers, below these are the reductions ove
 [Note: which divisor is a count]
 A sum over the batch is a mean if it is divided by a count of items on the way to the loss: ``/ mask.sum()``,
 ``/ len(x)``, ``* (1 / n)``. A Python number may also be a constant. It is taken as a count if it is the number of
-summed samples, or a multiple of it, or not less than that and not a product of other sizes. A factor such as 0.1 or
+summed samples or elements, or of those that a mask leaves; if the summed elements were selected, any number that is
+not less than that of the samples may be one, as it may if the sum is multiplied by the number of ranks, which code
+does that expects gradients to be averaged. A factor such as 0.1 or
 0.25 is taken as a weight unless exactly 10 or 4 items were selected or left by a mask; 0.0625 and 0.142857 are taken as
 1/16 and 1/7. A number that differs between parts of a batch was not a constant, which a comparison of parts detects.
 
@@ -141,7 +143,7 @@ _NOTHING = "nothing"
 SMALL = 2**22
 
 
-def find_terms(loss: Tensor, *, samples: int | None = None, gathers: bool = False) -> list[Term]:
+def find_terms(loss: Tensor, *, samples: int | None = None, gathers: bool = False, ranks: int = 1) -> list[Term]:
     """Return the summands of a loss, in an order that depends only on the code of the step. Not collective.
 
     Args:
@@ -149,11 +151,12 @@ def find_terms(loss: Tensor, *, samples: int | None = None, gathers: bool = Fals
         samples: Number of samples in the batch, which identifies its dim; if None, the order of dims is used.
         gathers: Whether a gather returns the samples of all parts of the batch, so that results of gathered samples are
             those of the whole batch.
+        ranks: Number of ranks that the batch is divided among.
 
     Returns:
         One term for each reduction over the batch that the loss depends on.
     """
-    return [] if loss.grad_fn is None else _Walk(samples, gathers).terms(loss.grad_fn)
+    return [] if loss.grad_fn is None else _Walk(samples, gathers, ranks).terms(loss.grad_fn)
 
 
 def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
@@ -197,7 +200,8 @@ class _Position:
     """Position of the traversal from the loss: a node, its path from the top of the current term, and what was passed.
 
     Factors of the term itself (``beside``) get gradients that are scaled with the term; factors of a sum that contains
-    the term (``cofactors``) do not. Below a product of results of the batch (``joined``), sums are not split.
+    the term (``cofactors``) do not. Below a product of results of the batch (``joined``), sums are not split. Below a
+    factor that is the number of ranks (``by_ranks``), a number that divides a sum may be a count of the whole batch.
     """
 
     node: Node
@@ -209,9 +213,17 @@ class _Position:
     cofactors: tuple[tuple[Node, int], ...] = ()
     offset: bool = False
     joined: bool = False
+    by_ranks: bool = False
 
     def below(
-        self, node: Node, *, divisor: Any = None, rounded: bool = False, table: bool = False, nonlinear: str = ""
+        self,
+        node: Node,
+        *,
+        divisor: Any = None,
+        rounded: bool = False,
+        table: bool = False,
+        nonlinear: str = "",
+        by_ranks: bool = False,
     ) -> _Position:
         """Return the position one node further from the loss, in the same term."""
         divisors = self.divisors if divisor is None else (*self.divisors, _Divisor(divisor, self, rounded, table))
@@ -220,7 +232,10 @@ class _Position:
         others = [(self.node, place) for place, child in sides if child is not None and child is not node]
         beside = (*self.beside, *others)
         path = (*self.path, node)
-        return replace(self, node=node, path=path, divisors=divisors, nonlinear=nonlinear, beside=beside)
+        by_ranks = self.by_ranks or by_ranks
+        return replace(
+            self, node=node, path=path, divisors=divisors, nonlinear=nonlinear, beside=beside, by_ranks=by_ranks
+        )
 
     def summands(self, *, with_number: bool) -> list[_Position]:
         """Return the positions of the summands of an addition."""
@@ -270,7 +285,7 @@ class _Position:
         """Return a mean that ends at this position; computed divisors (a mean of weights, say) multiply its count."""
         for divisor in self.divisors:
             if _is_computed(divisor.value):
-                count, by_data = divisor.value.detach() * count, True
+                count, by_data = divisor.value.detach().reshape(()) * count, True
         return self.term("mean", what, count, by_data=by_data)
 
     def divided(self, what: str, sizes: tuple[int, ...], dim: int, samples: int | None) -> Term:
@@ -278,7 +293,7 @@ class _Position:
         divisors = (*self.divisors, *(_Divisor(each) for each in _divisors_inside(self.node)))
         nothing = _is_empty_sum(self.node)
         picked = any(kind_of(each) in PICKED for each in elements(self.node))
-        counts = _counts(divisors, sizes, dim, samples, picked=picked)
+        counts = _counts(divisors, sizes, dim, samples, picked=picked, by_ranks=self.by_ranks)
         if nothing:
             counts = counts[-1:]
         if not counts:
@@ -290,6 +305,7 @@ class _Position:
         total: Any = math.prod((each.value for each in counts[1:]), start=counts[0].value)
         before = [unfloored(each.value) for each in counts]
         is_floored = any(number is not each.value for number, each in zip(before, counts, strict=True))
+        total, *before = (each.reshape(()) if isinstance(each, Tensor) else each for each in (total, *before))
         if nothing:
             # A divisor of at most 1 only avoids a division by zero, as in max(number_of_boxes, 1).
             total = torch.where(total > 1, total.detach(), 0.0) if isinstance(total, Tensor) else total * (total > 1)
@@ -306,8 +322,8 @@ class _Position:
 class _Walk:
     """One traversal of a loss' autograd graph."""
 
-    def __init__(self, samples: int | None, gathers: bool) -> None:
-        self.samples = samples
+    def __init__(self, samples: int | None, gathers: bool, ranks: int) -> None:
+        self.samples, self.ranks = samples, ranks
         dims = BatchDims(samples)
         self.batch_dim, self._is_of_held = dims.of, dims.is_of_held
         self._gathered = GatheredResults(dims) if gathers else None
@@ -346,7 +362,10 @@ class _Walk:
             return [*(replace(term, kind="other", count=0.0, by_data=False, what=what) for term in each), *rest]
         if not some or not all(map(self._is_single_sample, some)):
             return terms
-        found = [replace(term, kind="sum", count=0.0, by_data=False, what=what) for term in some]
+        found = [
+            replace(term, kind="sum", count=0.0, by_data=False, what=what, number=_constant_divisor(term))
+            for term in some
+        ]
         return [*found, *(replace(term, kind="constant") for term in each if term.is_zero), *rest]
 
     def _is_mean_of_samples(self, term: Term) -> bool:
@@ -412,7 +431,7 @@ class _Walk:
         # A part of a tensor that was written to is a strided view for autograd.
         if (kind in SAME or kind == "AsStrided") and inputs:
             return [at.below(inputs[0])]
-        if kind in CURVES and inputs:
+        if kind in CURVES or (kind in ("Minimum", "Maximum") and len(inputs) == 1):
             return [at.below(inputs[0], nonlinear=f"{kind} of a mean is not the mean over the parts of the batch")]
         return self._unknown(at, kind)
 
@@ -433,6 +452,8 @@ class _Walk:
             return at.zero_term()
         if factor is not None and (count := _reciprocal(factor)):
             return [at.below(of_batch[0], divisor=count, rounded=_is_rounded(factor))]
+        if factor is not None and factor == self.ranks > 1:
+            return [at.below(of_batch[0], by_ranks=True)]
         if kind == "Mul" and len(inputs) == 1 and self.batch_dim(of_batch[0]) == REDUCED:
             factor = other if sides[0] is of_batch[0] else saved(at.node, "self")
             if isinstance(factor, Tensor) and factor.numel() > 1:
@@ -494,7 +515,7 @@ class _Walk:
             return replace(at, nonlinear=at.nonlinear or _BY_TABLE).term("other", kind)
         for divisor in at.divisors:
             if not divisor.table and _is_computed(divisor.value):
-                counts = counts * divisor.value.detach()
+                counts = counts * divisor.value.detach().reshape(())
         return at.elementwise_means(kind, counts, tuple(table.shape))
 
     def _contraction(self, at: _Position, inputs: Sequence[Node], kind: str) -> Term:
@@ -533,7 +554,8 @@ def _merged(term: Term, one: Term, other: Term) -> Term:
     """Return a term that was reached on two paths, with the edges of both."""
     edges = tuple(dict.fromkeys((*one.edges, *other.edges)))
     cofactors = tuple(dict.fromkeys((*one.cofactors, *other.cofactors)))
-    return replace(term, edges=edges, cofactors=cofactors, offset=one.offset or other.offset)
+    nonlinear = one.nonlinear or other.nonlinear
+    return replace(term, edges=edges, cofactors=cofactors, offset=one.offset or other.offset, nonlinear=nonlinear)
 
 
 def _merge_total_counts(terms: list[Term]) -> list[Term]:
@@ -596,7 +618,13 @@ def _number(value: Any) -> float | None:
 
 
 def _counts(
-    divisors: Sequence[_Divisor], sizes: tuple[int, ...], dim: int, samples: int | None, *, picked: bool
+    divisors: Sequence[_Divisor],
+    sizes: tuple[int, ...],
+    dim: int,
+    samples: int | None,
+    *,
+    picked: bool,
+    by_ranks: bool,
 ) -> list[_Divisor]:
     """Return the divisors of a sum over the batch that are counts, not constants such as 2 or a temperature.
 
@@ -606,6 +634,7 @@ def _counts(
         dim: Dim of the samples, or of their items such as tokens.
         samples: Number of samples in the batch, if known.
         picked: Whether the summed items were selected by their values, so that their number can be any.
+        by_ranks: Whether the sum is multiplied by the number of ranks.
     """
     computed = [each for each in divisors if _is_computed(each.value)]
     if computed:
@@ -619,14 +648,20 @@ def _counts(
             continue
         if number == samples or (items and number / items in features):
             counted.append(each)
-        elif number >= max(min(items, samples or items), 1) and (picked or number not in features - {1}):
+        elif number >= max(min(items, samples or items), 1) and (picked or (by_ranks and number not in features)):
             other.append(each)
     return counted[-1:] or other
 
 
+def _constant_divisor(term: Term) -> float:
+    """Return the product of the Python numbers that divide a term above its own reduction."""
+    numbers = [_number(each.value) for each in term.divisors if each.at is not term.shared]
+    return math.prod(number for number in numbers if number is not None)
+
+
 def _is_computed(divisor: Any) -> bool:
-    """Return whether a divisor is a tensor of no dims that was computed by the step."""
-    return isinstance(divisor, Tensor) and not divisor.dim() and _number(divisor) is None
+    """Return whether a divisor is a tensor of one element that was computed by the step."""
+    return isinstance(divisor, Tensor) and divisor.numel() == 1 and _number(divisor) is None
 
 
 def _products(sizes: Sequence[int]) -> set[int]:

@@ -36,10 +36,13 @@ class MeanPart:
     Attributes:
         value: The summand, on this rank.
         count: What the mean in it divides by; None if the summand is no mean, or its count is unknown.
+        is_size: Whether the count is the size of a tensor that may hold no items of the batch, such as one mean for
+            each class.
     """
 
     value: Tensor | float
     count: Count | None
+    is_size: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,9 @@ class MeanCounts:
         return next(same, None)
 
     def count_of(self, value: Any) -> Count | None:
-        """Return the count of a value that is a single mean, see :meth:`parts_of`; None otherwise."""
+        """Return the count of a value that is a single mean of items, see :meth:`parts_of`; None otherwise."""
         parts = self.parts_of(value)
-        return parts[0].count if parts is not None and len(parts) == 1 else None
+        return parts[0].count if parts is not None and len(parts) == 1 and not parts[0].is_size else None
 
     def _parts_at(self, value: Any) -> tuple[MeanPart, ...] | None:
         if not isinstance(value, Tensor) or not self._known or value.numel() != 1:
@@ -130,10 +133,11 @@ class MeanCounts:
     def _parts(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, before: Tensor | None
     ) -> tuple[MeanPart, ...] | None:
-        if name in _LABELLED:
-            return _one(result, _label_count(_bound(_LABELLED[name], args, kwargs)))
-        if name in _ELEMENTWISE:
-            return _one(result, _element_count(_bound(_ELEMENTWISE[name], args, kwargs)))
+        if name in _LABELLED or name in _ELEMENTWISE:
+            call = _bound((_LABELLED | _ELEMENTWISE)[name], args, kwargs)
+            if call["reduction"] == "sum":
+                self._sums[id(result)] = _Sum(result, None)
+            return _one(result, _label_count(call) if name in _LABELLED else _element_count(call))
         if name == "stack":
             self._note_stack(args[0] if args else (), result)
         elif name == "write":
@@ -156,7 +160,8 @@ class MeanCounts:
             return same
         if name != "mean":
             self._sums[id(result)] = _Sum(result, result)
-        return None
+            return None
+        return _one(result, operand.numel(), is_size=True) if isinstance(operand, Tensor) and operand.dim() else None
 
     def _note_stack(self, tensors: Any, result: Tensor) -> None:
         if not isinstance(tensors, (list, tuple)):
@@ -232,8 +237,8 @@ class MeanCounts:
             self._masks[id(after)] = after
 
 
-def _one(mean: Tensor, count: Count | None) -> tuple[MeanPart, ...] | None:
-    return None if count is None else (MeanPart(mean.detach().clone(), count),)
+def _one(mean: Tensor, count: Count | None, *, is_size: bool = False) -> tuple[MeanPart, ...] | None:
+    return None if count is None else (MeanPart(mean.detach().clone(), count, is_size),)
 
 
 def _add_up_to(parts: Iterable[MeanPart], value: Tensor) -> bool:
@@ -256,7 +261,7 @@ def _scaled(parts: Iterable[MeanPart] | None, factor: Any) -> tuple[MeanPart, ..
     if type(factor) is int and factor == 1:
         return tuple(parts or ())
     factor = factor.detach() if isinstance(factor, Tensor) else factor
-    return tuple(MeanPart(part.value * factor, part.count) for part in parts or ())
+    return tuple(MeanPart(part.value * factor, part.count, part.is_size) for part in parts or ())
 
 
 def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

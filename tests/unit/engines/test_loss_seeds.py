@@ -355,6 +355,15 @@ def halves(x, kept, y):
     return 0.5 * (one + VALUES(x)[~kept].abs().sum() / max(int((~kept).sum()), 1))
 
 
+def by_a_count_of_one_element(x, kept, y):
+    count = torch.clamp(torch.as_tensor([int(kept.sum())], dtype=torch.float64), min=1)
+    return (VALUES(x)[kept].abs().sum() / count).squeeze()
+
+
+def by_a_constant(x, kept, y):
+    return F.mse_loss(VALUES(x), x, reduction="sum") / 100 + VALUES(x).abs().sum() / 50.0
+
+
 AS_WRITTEN = [reciprocal, reciprocal_tensor, divided_before_the_sum, mean_by_mean, zero_if_empty, mean_of_joined]
 AS_WRITTEN += [second_is_zero_if_empty, where_kept, filled, summed_twice, weighed_sum, dot_product, matrix_and_vector]
 AS_WRITTEN += [
@@ -366,7 +375,7 @@ AS_WRITTEN += [
     each_sample_by_all,
 ]
 AS_WRITTEN += [each_sample_or_zero, each_step_by_all, halves]
-AS_WRITTEN += [where_not_empty]
+AS_WRITTEN += [where_not_empty, by_a_count_of_one_element, by_a_constant]
 
 
 @pytest.mark.parametrize("sizes", [[1] * 8, [2] * 4, [3, 3, 2], [4, 4]], ids=str)

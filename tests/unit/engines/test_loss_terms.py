@@ -164,6 +164,10 @@ def test_what_nothing_is_divided_by_is_no_count():
         lambda: (samples().pow(2).sum(0) / torch.linspace(1.0, 2.0, CLASSES)).sum(),
         # Load-balancing loss of Switch Transformers.
         lambda: (samples().softmax(1).mean(0) * samples().detach().softmax(1).mean(0)).sum(),
+        # That of Mixtral, with the two choices of each token along one dim.
+        lambda: (torch.rand(2, CLASSES) * samples().softmax(1).mean(0)[None]).sum(),
+        lambda: torch.minimum(samples().mean(), torch.tensor(0.5)),
+        lambda: (mean := samples().mean()) + (mean - 1).square(),
     ],
 )
 def test_what_is_more_than_the_sum_of_its_parts_is_named(make):
@@ -431,3 +435,17 @@ def test_samples_that_are_added_up_by_class_are_found():
 def test_rows_that_belong_to_a_sample_are_added_up_within_it(index, places, samples):
     pooled = _scattered(nn.Linear(5, 4)(torch.randn(8, 5)), torch.tensor(index), places)
     assert not list(couplings(pooled.square().mean(), samples=samples))
+
+
+def test_numbers_that_divide_a_sum():
+    total = samples().pow(2).sum()
+    for loss, ranks, count in (
+        (total / 100, 2, None),
+        (2 * total, 2, None),
+        (2 * total / 25, 2, 25),
+        (3 * total / 25, 2, None),
+        (total / BATCH, 2, BATCH),
+        (total / (BATCH * CLASSES), 2, BATCH * CLASSES),
+    ):
+        (term,) = find_terms(loss, samples=BATCH, ranks=ranks)
+        assert (term.kind, term.count) == (("sum", 0) if count is None else ("mean", count))

@@ -92,7 +92,7 @@ SUMS = {
     "negated": (lambda: -_weighted(), [(-1, _weighted, 10)]),
     "rest": (
         lambda: SCORES.square().mean() + _cross_entropy(),
-        [(1, lambda: SCORES.square().mean(), None), (1, _cross_entropy, 4)],
+        [(1, lambda: SCORES.square().mean(), 24), (1, _cross_entropy, 4)],
     ),
     "list": (
         lambda: sum([_cross_entropy(), _weighted()]),
@@ -177,11 +177,20 @@ def test_calls_are_noted_once_in_a_torch_function_mode():
     assert [part.count for part in counts.parts_of(value)] == [None, 4, 10]
 
 
+def test_sizes_of_what_is_averaged():
+    counts = MeanCounts(sums=True)
+    with torch.no_grad(), counts.recording():
+        value = SCORES.square()[COUNTS].mean() + 0.5 * F.l1_loss(SCORES, SCORES + 1, reduction="sum") / COUNTS.sum()
+    size, ratio = counts.parts_of(value)
+    assert (size.count, size.is_size) == (16, True)
+    assert (ratio.count, ratio.is_size) == (4, False)
+
+
 def test_transforms_are_not_noted():
     counts = MeanCounts(sums=True)
     with torch.no_grad(), counts.recording():
         losses = torch.func.vmap(lambda scores, label: F.cross_entropy(scores, label) * 2)(SCORES, LABELS.clamp(min=0))
-        loss = losses.mean()
+        loss = losses.sum()
     assert counts.parts_of(loss) is None
 
 
