@@ -44,6 +44,7 @@ from lightning_pardist.compat.tensors import version_of
 from lightning_pardist.engines.pipeline import merge_results
 from lightning_pardist.engines.pipeline.interception import (
     HOOKS,
+    entries_of,
     has_hooks_since,
     is_flag,
     next_hook,
@@ -59,8 +60,10 @@ _MISSING = object()
 _PLAIN = (int, float, str, bytes, bool, type(None))
 #: Relative difference of metric states up to which they count as equal, for rounding.
 _LOOSE = 1e-4
-#: Depth to which nested dicts in attributes are compared.
+#: Depth to which nested lists, dicts and objects in attributes are compared.
 _DEPTH = 4
+#: Longer lists are compared as a whole, and longer dicts inside others are not looked into (a vocabulary, say).
+_SHORT, _LONG = 64, 1000
 
 Path = tuple[Any, ...]
 #: Takes a step's result and the arguments of its ``log`` calls, and adds :data:`WEIGHT` to the latter.
@@ -542,7 +545,10 @@ class StepOutputs:
     def _at(self, path: Path) -> Any:
         value: Any = self._free[path[0]].__dict__.get(path[1], _MISSING)
         for key in path[2:]:
-            value = value.get(key, _MISSING) if isinstance(value, dict) else _MISSING
+            if isinstance(value, list):
+                value = value[key] if isinstance(key, int) and key < len(value) else _MISSING
+            else:
+                value = entries.get(key, _MISSING) if (entries := entries_of(value)) is not None else _MISSING
         return value
 
     def _assign(self, path: Path, value: Any) -> None:
@@ -550,8 +556,10 @@ class StepOutputs:
             setattr(self._free[path[0]], path[1], value)
             return
         owner = self._at(path[:-1])
-        if isinstance(owner, dict):
+        if isinstance(owner, list) and path[-1] < len(owner):
             owner[path[-1]] = value
+        elif (entries := entries_of(owner)) is not None:
+            entries[path[-1]] = value
 
     @staticmethod
     def _apply_metric(metric: Metric, changes: list[dict[str, Any]]) -> None:
@@ -612,10 +620,11 @@ class _State:
 
     def compare(self, effects: StepOutputs, record: _Record) -> None:
         """Write the changes since the snapshot into a record."""
+        seen: set[int] = set()
         for name, module in effects._free.items():
             for key, value in module.__dict__.items():
                 if key not in _REGISTRIES:
-                    _compare(self.attributes.get((name, key)), value, (name, key), record)
+                    _compare(self.attributes.get((name, key)), value, (name, key), record, seen)
         leaders = _leaders(effects.module) if effects._metrics else {}
         for name, metric in effects._metrics.items():
             source = leaders.get(id(metric), metric)
@@ -627,32 +636,42 @@ class _State:
 
 @dataclass(frozen=True)
 class _Frozen:
-    """Snapshot of a value, with its contents if it is a list or a dict."""
+    """Snapshot of a value, with its contents if it is a list, a dict or an object of the user's.
+
+    Attributes:
+        value: The value itself.
+        items: Contents of a list, entries of a dict, or attributes of an object, each as a snapshot; None for others.
+        keys: Keys or names of the items; None for a list.
+    """
 
     value: Any
-    items: tuple[Any, ...] | None = None
+    items: tuple[_Frozen, ...] | None = None
     keys: tuple[Any, ...] | None = None
 
     def thaw(self) -> Any:
         """Return the value with its contents at the time of the snapshot."""
         if self.items is None:
             return self.value
-        if self.keys is None:
-            if not _same_items(self.value, self.items):
-                self.value[:] = self.items
-            return self.value
         contents = [item.thaw() for item in self.items]
-        if tuple(self.value) != self.keys or not _same_items(list(self.value.values()), contents):
-            self.value.clear()
-            self.value.update(zip(self.keys, contents, strict=True))
+        if self.keys is None:
+            if not _same_items(self.value, contents):
+                self.value[:] = contents
+            return self.value
+        entries = entries_of(self.value)
+        if entries is not None and (tuple(entries) != self.keys or not _same_items(list(entries.values()), contents)):
+            entries.clear()
+            entries.update(zip(self.keys, contents, strict=True))
         return self.value
 
 
 def _freeze(value: Any, depth: int = 0) -> _Frozen:
     if isinstance(value, list):
-        return _Frozen(value, tuple(value))
-    if isinstance(value, dict) and depth < _DEPTH:
-        return _Frozen(value, tuple(_freeze(item, depth + 1) for item in value.values()), tuple(value))
+        # Long lists are those that steps append to.
+        inner = depth < _DEPTH and len(value) <= _SHORT
+        return _Frozen(value, tuple(_freeze(item, depth + 1) if inner else _Frozen(item) for item in value))
+    entries = entries_of(value) if depth < _DEPTH else None
+    if entries is not None and (depth == 0 or len(entries) <= _LONG):
+        return _Frozen(value, tuple(_freeze(item, depth + 1) for item in entries.values()), tuple(entries))
     return _Frozen(value)
 
 
@@ -660,20 +679,37 @@ def _same_items(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
-def _compare(before: _Frozen | None, now: Any, path: Path, record: _Record) -> None:
+def _compare(before: _Frozen | None, now: Any, path: Path, record: _Record, seen: set[int]) -> None:
+    """Write the changes of a value into a record; a container that several attributes refer to is written once."""
     if before is None or before.value is not now:
         if _is_sendable(now):
-            record.assigned[path] = now.detach() if isinstance(now, Tensor) else now
-    elif before.keys is not None and before.items is not None:
+            record.assigned[path] = _copied(now)
+        return
+    if before.items is None or id(now) in seen:
+        return
+    seen.add(id(now))
+    if before.keys is not None:
         old = dict(zip(before.keys, before.items, strict=True))
-        for key, value in now.items():
-            _compare(old.get(key), value, (*path, key), record)
-    elif before.items is not None and not _same_items(now, before.items):
-        length = len(before.items)
-        if _same_items(now[:length], before.items):
+        for key, value in (entries_of(now) or {}).items():
+            _compare(old.get(key), value, (*path, key), record, seen)
+        return
+    length = len(before.items)
+    if _same_items(now[:length], [item.value for item in before.items]):
+        for index, item in enumerate(before.items):
+            _compare(item, now[index], (*path, index), record, seen)
+        if len(now) > length:
             record.appended[path] = now[length:]
-        elif _is_sendable(now):
-            record.assigned[path] = list(now)
+    elif _is_sendable(now):
+        record.assigned[path] = _copied(now)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of nested lists and dicts, which the next run of the step may change, with detached tensors."""
+    if type(value) is list:
+        return [_copied(item) for item in value]
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _is_same(value: Any, before: Any) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.compat.modules import own_buffers
@@ -145,13 +148,39 @@ _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("hooks") or "hooks_" in name)
 
 
+#: Depth to which objects in objects are remembered.
+_DEPTH = 8
+#: Packages whose objects lead to the Trainer, to files and to the interpreter itself.
+_FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_pardist", "numpy", *sys.stdlib_module_names}
+_FOREIGN -= {"types", "argparse"}
+
+
+def entries_of(value: Any) -> dict[Any, Any] | None:
+    """Return a dict itself, or the attributes of an object that a step may change; None for other values.
+
+    Objects of torch, Lightning and Python's library, modules, datasets, enums and iterators are other values.
+    """
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, (nn.Module, torch.Tensor, Dataset, enum.Enum, Iterator, type)):
+        return None
+    if type(value).__module__.split(".")[0] in _FOREIGN:
+        return None
+    attributes = getattr(value, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else None
+
+
 def _remember(value: Any, above: tuple[int, ...] = ()) -> Callable[[], None]:
     if isinstance(value, torch.Tensor):
         return _remember_tensor(value)
     if (state := state_of(value)) is not None:
         return partial(set_state, value, state)
-    if id(value) in above or not isinstance(value, (dict, list, set, deque)):
+    if id(value) in above:
         return _nothing
+    if not isinstance(value, (dict, list, set, deque)):
+        # What a step keeps in an object of its own, such as a meter.
+        entries = entries_of(value)
+        return _nothing if entries is None or len(above) > _DEPTH else _remember(entries, (*above, id(value)))
     kept = dict(value) if isinstance(value, dict) else list(value)
     inner = [_remember(item, (*above, id(value))) for item in (kept.values() if isinstance(kept, dict) else kept)]
 
