@@ -1,5 +1,7 @@
 """State that steps keep from batch to batch, in attributes and buffers: a pipeline against one process."""
 
+from unittest.mock import patch
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -128,18 +130,51 @@ class Begun(Pairs):
         self.hidden = (torch.zeros(2, 16, 8), torch.ones(2, 16, 8))
 
 
-KINDS = (Buffers, Attributes, Cell, Layers, Pairs, Begun)
+class InTraining(Base):
+    """Buffers that are written in training mode only: a moving mean, and a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("histogram", torch.zeros(4))
+
+    def training_step(self, batch, batch_idx):
+        y = self.net(batch[0])
+        loss = F.cross_entropy(y - self.centre, batch[1])
+        if self.training:
+            self.centre = 0.9 * self.centre + 0.1 * y.detach().mean(0)
+            self.histogram += F.one_hot(batch[1], 4).sum(0)
+        return loss
+
+
+class MovingSum(Base):
+    """Moving mean of a sum over samples, which those of micro-batches do not add up to."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("norm", torch.tensor(2.0))
+
+    def training_step(self, batch, batch_idx):
+        if self.training:
+            self.norm = 0.9 * self.norm + 0.1 * batch[0].abs().sum()
+        return F.cross_entropy(self.net(batch[0]), batch[1]) / self.norm
+
+
+KINDS = (Buffers, Attributes, Cell, Layers, Pairs, Begun, InTraining)
+
+
+def _samples():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(48, 8, generator=generator), torch.randint(0, 4, (48,), generator=generator))
 
 
 def _fit_all(strategy="auto", devices=1):
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(48, 8, generator=generator), torch.randint(0, 4, (48,), generator=generator)
     found = []
     for kind in KINDS:
         torch.manual_seed(3)
         module = kind()
         trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2)
-        trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=16))
+        trainer.fit(module, DataLoader(_samples(), batch_size=16))
         found.append({**snapshot(module), **{key: value.clone() for key, value in trainer.callback_metrics.items()}})
     return found
 
@@ -149,6 +184,20 @@ def test_what_steps_keep_is_that_of_one_process():
     for got in run_ranks(2, _fit_all, "pardist_pp", 2):
         for mine, whole in zip(got, want, strict=True):
             assert_close(mine, whole)
+
+
+def _warnings_of(kind):
+    with patch("lightning_pardist.axes.pipeline.axis.rank_zero_warn") as warn:
+        trainer = quiet_trainer(strategy="pardist_pp", devices=2, max_epochs=1)
+        trainer.fit(kind(), DataLoader(_samples(), batch_size=16))
+    return [call.args[0] for call in warn.call_args_list]
+
+
+@pytest.mark.parametrize(("kind", "is_named"), [(MovingSum, True), (InTraining, False)])
+def test_what_training_sets_and_does_not_combine_is_named(kind, is_named):
+    for found in run_ranks(2, _warnings_of, kind):
+        assert any("writes to norm" in text for text in found) == is_named
+        assert is_named or not found
 
 
 class TwoViews(pl.LightningModule):

@@ -72,6 +72,8 @@ class RuleTrial:
         self._module, self._cut = runs.module, microbatching.cut
         self._rng_afterwards = random_state(device_in_use())
         self._failure = ""
+        #: Values of the batch in the trial in evaluation mode.
+        self._evaluated_numbers: dict[Place, Any] = {}
 
     def rules(self, *, check_samples: bool) -> Rules:
         """Return the rules that combine the micro-batches' values.
@@ -82,7 +84,9 @@ class RuleTrial:
         rules = self._find_rules()
         if not check_samples or len(self.parts) < 2:
             return rules
-        orders, mixing = self._find_mixing()
+        orders, mixing, trained = self._find_mixing()
+        if trained is not None and not rules.untried:
+            rules = self._with_what_training_sets(rules, trained)
         return replace(rules, orders=orders, mixing=mixing)
 
     def is_additive(self) -> bool:
@@ -112,23 +116,58 @@ class RuleTrial:
         samples = self._cut.samples_of(self._sample.batch)
         return LossMakeup.of(loss, self._sample.batch, samples, self._loss_weight).coupled
 
-    def _find_mixing(self) -> tuple[str | None, str | None]:
-        """Return how a step mixes samples, and the name of a layer whose output depends on other samples.
+    def _find_mixing(self) -> tuple[str | None, str | None, dict[str, Any] | None]:
+        """Return how a step mixes samples, the name of a layer that does, and the record of the step.
 
-        The step runs in training mode, unlike in the trial that finds rules.
+        The step runs in training mode, unlike in the trial that finds rules. The record is None if it draws random
+        numbers.
         """
         batch, samples = fresh_copy(self._sample.batch), self._cut.samples_of(self._sample.batch)
         mixing, orders = SampleMixing(self._module), SampleOrders(batch, samples or 0)
+        guard, trained = ParameterWriteGuard(self._module), None
+        try:
+            with self._runs.running(self._sample) as run, undisturbed(self._module), torch.no_grad(), guard:
+                before = random_state(device_in_use())
+                with mixing.noting(batch, samples), orders:
+                    record = run(batch)
+                trained = record if is_same_state(before, random_state(device_in_use())) else None
+                with self._runs.trainer.precision_plugin.train_step_context():
+                    return orders.found, mixing.find(), trained
+        except Exception as error:
+            rank_zero_debug(f"Whether layers mix samples is not known ({error}).")
+            return orders.found, None, trained
+
+    def _with_what_training_sets(self, rules: Rules, whole: dict[str, Any]) -> Rules:
+        """Add rules for attributes and buffers that the step sets in training mode only (``if self.training:``).
+
+        Args:
+            rules: Rules from the trial in evaluation mode.
+            whole: Record of the step on the whole batch in training mode.
+        """
+        numbers = self._numbers_of(whole, sum(part.size for part in self.parts))
+        before = self._evaluated_numbers
+        changed = [
+            place
+            for place, number in numbers.items()
+            if place[0] in _KEPT and (place not in before or relative_error(before[place], number) > 0)
+        ]
+        if not changed:
+            return rules
+        places = {*changed, *map(increment_of, changed)}
+        numbers = {place: number for place, number in numbers.items() if place in places}
         guard = ParameterWriteGuard(self._module)
         try:
             with self._runs.running(self._sample) as run, undisturbed(self._module), torch.no_grad(), guard:
-                with mixing.noting(batch, samples), orders:
-                    run(batch)
-                with self._runs.trainer.precision_plugin.train_step_context():
-                    return orders.found, mixing.find()
+                records = [run(fresh_copy(part.value)) for part in self.parts]
         except Exception as error:
-            rank_zero_debug(f"Whether layers mix samples is not known ({error}).")
-            return orders.found, None
+            rank_zero_debug(f"How values that are set in training mode combine is not known ({error}).")
+            return rules
+        shares = Shares.of([part.size for part in self.parts], [part.size for part in self.parts])
+        columns = {place: column for place, column in self._numbers(records, shares).found.items() if place in numbers}
+        found = find_rules(numbers, columns, shares, close=_CLOSE, tolerance=_LOOSE)
+        unexplained = dict.fromkeys((*rules.unexplained, *_unexplained(numbers, columns, found)))
+        kept = {place: rule for place, rule in rules.of.items() if place not in numbers}
+        return replace(rules, of=kept | found, unexplained=tuple(unexplained))
 
     def _find_rules(self) -> Rules:
         """Run the step on the whole sample batch and on its micro-batches, and find the rules that combine values."""
@@ -147,6 +186,7 @@ class RuleTrial:
         records = run(values)
         collector = self._numbers(records, shares)
         numbers, columns, meant = self._numbers_of(whole, sum(sizes)), collector.found, collector.meant
+        self._evaluated_numbers = numbers
         loose, close = (_LOOSE, _CLOSE) if is_exact else (_ROUGH, _ROUGH)
         loss = loss_of(whole)
         place = next((key for key, number in numbers.items() if number is loss), None)
