@@ -80,6 +80,7 @@ class _Mark:
         is_over: Whether it is the reciprocal of such a figure.
         is_largest: Whether it is a maximum, which may be subtracted before exponentials without changing the result.
         is_presence: Whether it tells which counts are not zero.
+        is_mean: Whether it is a mean, by which another mean may be divided like a sum by a count.
     """
 
     dim: int | None
@@ -88,6 +89,7 @@ class _Mark:
     is_over: bool = False
     is_largest: bool = False
     is_presence: bool = False
+    is_mean: bool = False
 
 
 class BatchFigures(TorchFunctionMode):
@@ -172,7 +174,8 @@ class BatchFigures(TorchFunctionMode):
             for each in results:
                 self._marks[each] = self._kept(name, args, figure, mark)
             return
-        is_divisor = name in _DIVISIONS and len(args) > 1 and args[1] is figure and mark.adds_up
+        divides = name in _DIVISIONS and len(args) > 1 and args[1] is figure
+        is_divisor = divides and (mark.adds_up or (mark.is_mean and self._are_sums(args, own)))
         is_factor = name in _PRODUCTS and mark.is_over and not figure.dim()
         is_shift = name in _DIFFERENCES and len(args) > 1 and args[1] is figure and mark.is_largest
         is_added = name in _SUMMING and mark.adds_up and self._are_sums(args, own)
@@ -192,9 +195,9 @@ class BatchFigures(TorchFunctionMode):
             return mark
         if name in _OVER_IT and not others and mark.adds_up:
             divided = name in _DIVISIONS and args[0] is figure
-            return mark if divided else replace(mark, adds_up=False, is_over=True)
+            return mark if divided else replace(mark, adds_up=False, is_over=True, is_mean=False)
         is_presence = name in _PRESENCE and mark.adds_up and len(args) > 1 and type(args[1]) is int and args[1] == 0
-        return replace(mark, adds_up=False, is_over=False, is_largest=False, is_presence=is_presence)
+        return replace(mark, adds_up=False, is_over=False, is_largest=False, is_presence=is_presence, is_mean=False)
 
     def _of_samples(
         self,
@@ -228,7 +231,7 @@ class BatchFigures(TorchFunctionMode):
 
     def _figure(self, name: str, source: Tensor) -> _Mark:
         what = f"{name} of a tensor of shape {list(source.shape)} over samples"
-        return _Mark(None, what, adds_up=name in _SUMS, is_largest=name in ("max", "amax"))
+        return _Mark(None, what, name in _SUMS, is_largest=name in ("max", "amax"), is_mean=name == "mean")
 
 
 def given_tensors(tree: Any) -> list[Tensor]:

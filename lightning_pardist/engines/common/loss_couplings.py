@@ -104,9 +104,13 @@ def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
         over_samples = sizes and sizes[dim] >= samples and BatchDims(samples).of(inputs[0]) == dim
         return f"{kind} over the samples" if over_samples else ""
     if kind == "Sum" and inputs:
-        masks = (mask for each in elements(node) if (mask := mask_of(each)) is not None)
-        weights = next(masks, None)
-        return _SHARES if weights is not None and samples in weights.shape and _add_up_to_one(weights) else ""
+        weighed = next((each for each in elements(node) if mask_of(each) is not None), None)
+        weights = None if weighed is None else mask_of(weighed)
+        if weighed is None or weights is None or samples not in weights.shape:
+            return ""
+        # Each weight counts for the features that it multiplies.
+        times = math.prod(shape_of(weighed) or ()) / max(weights.numel(), 1)
+        return _SHARES if _add_up_to_one(weights, times) else ""
     if kind in _DOTS:
         # The operand that needs no gradient is saved.
         operands = (kept(node, name) for name in _DOTS[kind])
@@ -142,11 +146,11 @@ def _is_of_all(node: Node, dims: BatchDims, left: int) -> bool:
     return any(dims.of(child) == REDUCED and _is_of_all(child, dims, left - 1) for child in inputs)
 
 
-def _add_up_to_one(weights: Tensor) -> bool:
+def _add_up_to_one(weights: Tensor, times: float = 1.0) -> bool:
     """Return whether weights were divided by their sum; a mask with one item was not."""
     if not weights.is_floating_point() or not 1 < weights.numel() <= SMALL or bool((weights == 1).any()):
         return False
-    return math.isclose(scalar(weights.sum()) or 0.0, 1.0, rel_tol=1e-6)
+    return math.isclose((scalar(weights.sum()) or 0.0) * times, 1.0, rel_tol=1e-6)
 
 
 def _only_adds_up(node: Node, above: Mapping[Node, Node | None], adding: Set[str] = _ADDING) -> bool:

@@ -301,6 +301,9 @@ class _Position:
         if not counts:
             numbers = [number for each in divisors if (number := _number(each.value)) is not None]
             term = replace(self.term("sum", what), number=math.prod(numbers), items=sizes[dim] if sizes else 0)
+            if self.nonlinear.startswith(_BY_SAMPLES):
+                # A factor of a sum is a constant.
+                term = replace(term, nonlinear="")
             return self.zero_term() if nothing else term
         total: Any = math.prod((each.value for each in counts[1:]), start=counts[0].value)
         before = [unfloored(each.value) for each in counts]
@@ -411,8 +414,12 @@ class _Walk:
         if kind in ADDITIONS:
             lone = kind not in ("Stack", "Cat") and len(inputs) < 2
             return at.summands(with_number=lone or None in inputs_of(node))
-        if kind == WRITE and self.batch_dim(node) == REDUCED and copies_or_adds(node):
-            return at.summands(with_number=None in inputs_of(node))
+        if kind == WRITE and self.batch_dim(node) == REDUCED:
+            if copies_or_adds(node):
+                return at.summands(with_number=None in inputs_of(node))
+            if len(inputs) == 1:
+                # Without a source that has a gradient, it is taken as a factor: terms[0] *= 0.5.
+                return [at.below(inputs[0])]
         if self.batch_dim(node) == CONSTANT:
             return replace(at.term("constant", kind), of_held=self._is_of_held(node))
         if kind in REDUCTIONS:
@@ -454,6 +461,8 @@ class _Walk:
             return [at.below(of_batch[0], divisor=count, rounded=_is_rounded(factor))]
         if factor is not None and factor == self.ranks > 1:
             return [at.below(of_batch[0], by_ranks=True)]
+        if factor is not None and factor == self.samples and factor > 2 and self.ranks > 1:
+            return [at.below(of_batch[0], nonlinear=f"{_BY_SAMPLES}, {self.samples}")]
         if kind == "Mul" and len(inputs) == 1 and self.batch_dim(of_batch[0]) == REDUCED:
             factor = other if sides[0] is of_batch[0] else saved(at.node, "self")
             if isinstance(factor, Tensor) and factor.numel() > 1:
@@ -716,6 +725,7 @@ def _divisors_inside(node: Node) -> Iterator[Any]:
 
 #: Maximum number of means in one tensor that are each weighted by their own count.
 _ONE_BY_ONE = 16
+_BY_SAMPLES = "a mean is multiplied by the number of samples"
 _BY_TABLE = "a result that is reduced over samples is divided by a tensor"
 #: Operations that may permute elements without a change of shape.
 _REARRANGING = {"T", "Transpose", "Permute", "Index", "View", "UnsafeView", "ReshapeAlias"}

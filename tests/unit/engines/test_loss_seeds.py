@@ -364,6 +364,15 @@ def by_a_constant(x, kept, y):
     return F.mse_loss(VALUES(x), x, reduction="sum") / 100 + VALUES(x).abs().sum() / 50.0
 
 
+def written_and_scaled(x, kept, y):
+    terms = torch.zeros(2, dtype=torch.float64)
+    terms[0] = VALUES(x)[kept].abs().sum() / kept.sum().clamp(min=1)
+    terms[1] = F.mse_loss(VALUES(x), x)
+    terms[0] *= 3.0
+    terms[1] *= 0.5
+    return terms.sum()
+
+
 AS_WRITTEN = [reciprocal, reciprocal_tensor, divided_before_the_sum, mean_by_mean, zero_if_empty, mean_of_joined]
 AS_WRITTEN += [second_is_zero_if_empty, where_kept, filled, summed_twice, weighed_sum, dot_product, matrix_and_vector]
 AS_WRITTEN += [
@@ -375,7 +384,7 @@ AS_WRITTEN += [
     each_sample_by_all,
 ]
 AS_WRITTEN += [each_sample_or_zero, each_step_by_all, halves]
-AS_WRITTEN += [where_not_empty, by_a_count_of_one_element, by_a_constant]
+AS_WRITTEN += [where_not_empty, by_a_count_of_one_element, by_a_constant, written_and_scaled]
 
 
 @pytest.mark.parametrize("sizes", [[1] * 8, [2] * 4, [3, 3, 2], [4, 4]], ids=str)

@@ -341,6 +341,7 @@ def test_means_of_samples_beside_a_sum():
         (lambda: samples().topk(2, dim=-2).values.mean(), "Topk"),
         (lambda: (samples().mean(1) * torch.full((BATCH,), 1 / BATCH)).sum(), "weights that add up to 1"),
         (lambda: torch.full((BATCH,), 1 / BATCH) @ samples().mean(1), "weights that add up to 1"),
+        (lambda: (samples() * torch.full((BATCH, 1), 1 / (BATCH * CLASSES))).sum(), "weights that add up to 1"),
         (lambda: (each_over_all(samples().exp())).mean(), "Div of each sample and a result of all samples"),
         (lambda: (samples() * samples().square().mean()).mean(), "Mul of each sample and a result of all samples"),
         (lambda: centered(samples()).square().mean(), "Sub of each sample and a result of all samples"),
@@ -449,3 +450,11 @@ def test_numbers_that_divide_a_sum():
     ):
         (term,) = find_terms(loss, samples=BATCH, ranks=ranks)
         assert (term.kind, term.count) == (("sum", 0) if count is None else ("mean", count))
+
+
+@pytest.mark.parametrize(("factor", "ranks", "is_named"), [(BATCH, 2, True), (BATCH, 1, False), (3.0, 2, False)])
+def test_a_mean_times_the_number_of_samples(factor, ranks, is_named):
+    (term,) = find_terms(samples().pow(2).mean() * factor, samples=BATCH, ranks=ranks)
+    assert bool(term.nonlinear) == is_named
+    (term,) = find_terms(samples().pow(2).sum() * factor, samples=BATCH, ranks=ranks)
+    assert not term.nonlinear
