@@ -713,7 +713,21 @@ def _is_count_of(node: Node, number: float | None) -> bool:
             if left == 0:
                 return number == 1
             return left is not None and number in (left, left * math.prod(shape_of(child) or ()) / mask.numel())
+        left = _labels_of(child)
+        if left is not None:
+            return number == max(left, 1)
     return False
+
+
+def _labels_of(node: Node) -> float | None:
+    """Return the number of labels that are not ignored in one loss for each item; None if the input is another."""
+    inputs = [child for child in inputs_of(node) if child is not None]
+    if len(inputs) != 1 or kind_of(inputs[0]) not in ("NllLoss", "NllLoss2D") or saved(inputs[0], "reduction"):
+        return None
+    target, ignored = saved(inputs[0], "target"), saved(inputs[0], "ignore_index")
+    if not isinstance(target, Tensor) or target.numel() > SMALL:
+        return None
+    return scalar((target != ignored).sum())
 
 
 def _divisors_inside(node: Node) -> Iterator[Any]:
@@ -770,7 +784,10 @@ def _unclamped(count: Tensor | float, node: Node) -> Tensor | float:
     if (not isinstance(count, Tensor) or count.device.type == "cpu") and count > 1:
         return count
     counted = next((mask for each in (node, *elements(node)) if (mask := mask_of(each)) is not None), None)
-    if counted is None or counted.numel() > SMALL:
+    if counted is None:
+        left = next((left for each in (node, *elements(node)) if (left := _labels_of(each)) is not None), None)
+        return 0.0 if left == 0 else count
+    if counted.numel() > SMALL:
         return count
     return torch.where(counted.any(), count, 0.0)
 

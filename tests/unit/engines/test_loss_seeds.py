@@ -373,6 +373,18 @@ def written_and_scaled(x, kept, y):
     return terms.sum()
 
 
+def each_label_by_a_number(x, kept, y):
+    labels = y.masked_fill(~kept, -100)
+    each = F.cross_entropy(VALUES(x).transpose(1, 2), labels, reduction="none")
+    return each.sum() / max((labels != -100).sum().item(), 1)
+
+
+def each_flat_label_by_a_number(x, kept, y):
+    labels = y.masked_fill(~kept, -100).flatten()
+    each = F.cross_entropy(VALUES(x).flatten(0, 1), labels, reduction="none").view(len(x), -1)
+    return each.sum(1).sum() / max(int((labels != -100).sum()), 1)
+
+
 AS_WRITTEN = [reciprocal, reciprocal_tensor, divided_before_the_sum, mean_by_mean, zero_if_empty, mean_of_joined]
 AS_WRITTEN += [second_is_zero_if_empty, where_kept, filled, summed_twice, weighed_sum, dot_product, matrix_and_vector]
 AS_WRITTEN += [
@@ -385,6 +397,7 @@ AS_WRITTEN += [
 ]
 AS_WRITTEN += [each_sample_or_zero, each_step_by_all, halves]
 AS_WRITTEN += [where_not_empty, by_a_count_of_one_element, by_a_constant, written_and_scaled]
+AS_WRITTEN += [each_label_by_a_number, each_flat_label_by_a_number]
 
 
 @pytest.mark.parametrize("sizes", [[1] * 8, [2] * 4, [3, 3, 2], [4, 4]], ids=str)
