@@ -15,7 +15,6 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.storage import TypedStorage
 
 from lightning_pardist.compat import serialization
@@ -87,8 +86,6 @@ class _Pickler(pickle.Pickler):
         # What a run sets on metrics, which hyperparameters may refer to, is None in the file: groups and methods.
         if isinstance(obj, dist.ProcessGroup) or (isinstance(obj, types.MethodType) and _is_own(obj.__self__)):
             return type(None), ()
-        if isinstance(obj, DTensor) or (isinstance(obj, Tensor) and _is_own(obj)):
-            raise TypeError("its parameters are divided among ranks")
         return NotImplemented
 
     def _key(self, identity: int, record: LazyTensor | torch.UntypedStorage) -> str:

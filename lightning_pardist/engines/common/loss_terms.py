@@ -8,9 +8,8 @@ few additions and multiplications by numbers, below these are the reductions ove
 [Note: which divisor is a count]
 A sum over the batch is a mean if it is divided by a count of items on the way to the loss: ``/ mask.sum()``,
 ``/ len(x)``, ``* (1 / n)``. A Python number may also be a constant. It is taken as a count if it is the number of
-summed samples or elements, or of those that a mask leaves; if the summed elements were selected, any number that is
-not less than that of the samples may be one, as it may if the sum is multiplied by the number of ranks, which code
-does that expects gradients to be averaged. A factor such as 0.1 or
+summed samples, or a multiple of it, or not less than that and not a product of other sizes, unless the sum is
+multiplied by the number of ranks, which code does that expects gradients to be averaged. A factor such as 0.1 or
 0.25 is taken as a weight unless exactly 10 or 4 items were selected or left by a mask; 0.0625 and 0.142857 are taken as
 1/16 and 1/7. A number that differs between parts of a batch was not a constant, which a comparison of parts detects.
 
@@ -657,7 +656,7 @@ def _counts(
             continue
         if number == samples or (items and number / items in features):
             counted.append(each)
-        elif number >= max(min(items, samples or items), 1) and (picked or (by_ranks and number not in features)):
+        elif number >= max(min(items, samples or items), 1) and (picked or by_ranks or number not in features - {1}):
             other.append(each)
     return counted[-1:] or other
 

@@ -360,10 +360,6 @@ def by_a_count_of_one_element(x, kept, y):
     return (VALUES(x)[kept].abs().sum() / count).squeeze()
 
 
-def by_a_constant(x, kept, y):
-    return F.mse_loss(VALUES(x), x, reduction="sum") / 100 + VALUES(x).abs().sum() / 50.0
-
-
 def written_and_scaled(x, kept, y):
     terms = torch.zeros(2, dtype=torch.float64)
     terms[0] = VALUES(x)[kept].abs().sum() / kept.sum().clamp(min=1)
@@ -396,7 +392,7 @@ AS_WRITTEN += [
     each_sample_by_all,
 ]
 AS_WRITTEN += [each_sample_or_zero, each_step_by_all, halves]
-AS_WRITTEN += [where_not_empty, by_a_count_of_one_element, by_a_constant, written_and_scaled]
+AS_WRITTEN += [where_not_empty, by_a_count_of_one_element, written_and_scaled]
 AS_WRITTEN += [each_label_by_a_number, each_flat_label_by_a_number]
 
 

@@ -438,20 +438,6 @@ def test_rows_that_belong_to_a_sample_are_added_up_within_it(index, places, samp
     assert not list(couplings(pooled.square().mean(), samples=samples))
 
 
-def test_numbers_that_divide_a_sum():
-    total = samples().pow(2).sum()
-    for loss, ranks, count in (
-        (total / 100, 2, None),
-        (2 * total, 2, None),
-        (2 * total / 25, 2, 25),
-        (3 * total / 25, 2, None),
-        (total / BATCH, 2, BATCH),
-        (total / (BATCH * CLASSES), 2, BATCH * CLASSES),
-    ):
-        (term,) = find_terms(loss, samples=BATCH, ranks=ranks)
-        assert (term.kind, term.count) == (("sum", 0) if count is None else ("mean", count))
-
-
 @pytest.mark.parametrize(("factor", "ranks", "is_named"), [(BATCH, 2, True), (BATCH, 1, False), (3.0, 2, False)])
 def test_a_mean_times_the_number_of_samples(factor, ranks, is_named):
     (term,) = find_terms(samples().pow(2).mean() * factor, samples=BATCH, ranks=ranks)
