@@ -308,23 +308,6 @@ def test_users_do_as_they_like():
             assert_close(weights, expected[name][2])
 
 
-class PenalizedInPlace(Net):
-    def validation_step(self, batch, batch_idx):
-        loss = self(batch[0]).square().mean()
-        for parameter in self.net.parameters():
-            loss += 1e-3 * torch.sum(parameter**2)
-        self.log("val", loss)
-
-
-def _penalized(strategy, devices):
-    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
-    return trainer.validate(PenalizedInPlace(), _loader(), verbose=False)[0]["val"]
-
-
-def test_a_penalty_is_added_in_place_in_evaluation():
-    assert run_ranks(2, _penalized, "pardist_tp", 2) == pytest.approx([_penalized("auto", 1)] * 2, rel=1e-5)
-
-
 def _precision(strategy, devices, precision):
     module = Net()
     _fit(module, strategy, devices, precision=precision)

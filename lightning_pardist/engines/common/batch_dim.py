@@ -224,8 +224,6 @@ class BatchDims:
         best, best_child = max(((self.of(child), child) for child in inputs), key=lambda pair: pair[0])
         if best >= 0:
             return best + len(sizes) - len(shape_of(best_child) or sizes)
-        if best == REDUCED and other_operands and not self._may_be_expanded(sizes, shape_of(best_child) or ()):
-            return best
         # A product with samples that need no gradient depends on the batch.
         if (
             other_operands
@@ -234,13 +232,6 @@ class BatchDims:
         ):
             return self._by_shape(node)
         return best
-
-    def _may_be_expanded(self, sizes: tuple[int, ...], before: tuple[int, ...]) -> bool:
-        """Return whether a result of this shape may hold samples although an operand of that shape holds none."""
-        if sizes == before or not self.samples:
-            return True
-        aligned = (1,) * (len(sizes) - len(before)) + before
-        return any(size != was and size % self.samples == 0 for size, was in zip(sizes, aligned, strict=True))
 
     def _may_combine_with_batch(self, node: Node, child: Node) -> bool:
         """Return whether a result of held tensors may be combined with data here, such as targets at fixed points."""

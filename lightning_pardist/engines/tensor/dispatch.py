@@ -292,9 +292,6 @@ class TensorRuntime:
         ):
             return self._on_parameters(func, args, kwargs)
         if _only_states(leaves_of((args, kwargs))):
-            if inplace and not isinstance(first, DTensor):
-                # DTensor cannot write to an ordinary tensor (loss += penalty, in evaluation).
-                args, kwargs = self.plain((args, kwargs))
             return func(*args, **kwargs)
         if name == "repr" and isinstance(first, self.kind):
             return PartedTensor.__repr__(first)

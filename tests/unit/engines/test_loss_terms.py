@@ -164,8 +164,6 @@ def test_what_nothing_is_divided_by_is_no_count():
         lambda: (samples().pow(2).sum(0) / torch.linspace(1.0, 2.0, CLASSES)).sum(),
         # Load-balancing loss of Switch Transformers.
         lambda: (samples().softmax(1).mean(0) * samples().detach().softmax(1).mean(0)).sum(),
-        # That of Mixtral, with the two choices of each token along one dim.
-        lambda: (torch.rand(2, CLASSES) * samples().softmax(1).mean(0)[None]).sum(),
         lambda: torch.minimum(samples().mean(), torch.tensor(0.5)),
         lambda: (mean := samples().mean()) + (mean - 1).square(),
     ],
