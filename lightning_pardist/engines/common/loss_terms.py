@@ -8,8 +8,7 @@ few additions and multiplications by numbers, below these are the reductions ove
 [Note: which divisor is a count]
 A sum over the batch is a mean if it is divided by a count of items on the way to the loss: ``/ mask.sum()``,
 ``/ len(x)``, ``* (1 / n)``. A Python number may also be a constant. It is taken as a count if it is the number of
-summed samples, or a multiple of it, or not less than that and not a product of other sizes, unless the sum is
-multiplied by the number of ranks, which code does that expects gradients to be averaged. A factor such as 0.1 or
+summed samples, or a multiple of it, or not less than that and not a product of other sizes. A factor such as 0.1 or
 0.25 is taken as a weight unless exactly 10 or 4 items were selected or left by a mask; 0.0625 and 0.142857 are taken as
 1/16 and 1/7. A number that differs between parts of a batch was not a constant, which a comparison of parts detects.
 
@@ -199,8 +198,7 @@ class _Position:
     """Position of the traversal from the loss: a node, its path from the top of the current term, and what was passed.
 
     Factors of the term itself (``beside``) get gradients that are scaled with the term; factors of a sum that contains
-    the term (``cofactors``) do not. Below a product of results of the batch (``joined``), sums are not split. Below a
-    factor that is the number of ranks (``by_ranks``), a number that divides a sum may be a count of the whole batch.
+    the term (``cofactors``) do not. Below a product of results of the batch (``joined``), sums are not split.
     """
 
     node: Node
@@ -212,7 +210,6 @@ class _Position:
     cofactors: tuple[tuple[Node, int], ...] = ()
     offset: bool = False
     joined: bool = False
-    by_ranks: bool = False
 
     def below(
         self,
@@ -222,7 +219,6 @@ class _Position:
         rounded: bool = False,
         table: bool = False,
         nonlinear: str = "",
-        by_ranks: bool = False,
     ) -> _Position:
         """Return the position one node further from the loss, in the same term."""
         divisors = self.divisors if divisor is None else (*self.divisors, _Divisor(divisor, self, rounded, table))
@@ -231,10 +227,7 @@ class _Position:
         others = [(self.node, place) for place, child in sides if child is not None and child is not node]
         beside = (*self.beside, *others)
         path = (*self.path, node)
-        by_ranks = self.by_ranks or by_ranks
-        return replace(
-            self, node=node, path=path, divisors=divisors, nonlinear=nonlinear, beside=beside, by_ranks=by_ranks
-        )
+        return replace(self, node=node, path=path, divisors=divisors, nonlinear=nonlinear, beside=beside)
 
     def summands(self, *, with_number: bool) -> list[_Position]:
         """Return the positions of the summands of an addition."""
@@ -292,7 +285,7 @@ class _Position:
         divisors = (*self.divisors, *(_Divisor(each) for each in _divisors_inside(self.node)))
         nothing = _is_empty_sum(self.node)
         picked = any(kind_of(each) in PICKED for each in elements(self.node))
-        counts = _counts(divisors, sizes, dim, samples, picked=picked, by_ranks=self.by_ranks)
+        counts = _counts(divisors, sizes, dim, samples, picked=picked)
         if nothing:
             counts = counts[-1:]
         if not counts:
@@ -458,8 +451,6 @@ class _Walk:
             return at.zero_term()
         if factor is not None and (count := _reciprocal(factor)):
             return [at.below(of_batch[0], divisor=count, rounded=_is_rounded(factor))]
-        if factor is not None and factor == self.ranks > 1:
-            return [at.below(of_batch[0], by_ranks=True)]
         if factor is not None and factor == self.samples and factor > 2 and self.ranks > 1:
             return [at.below(of_batch[0], nonlinear=f"{_BY_SAMPLES}, {self.samples}")]
         if kind == "Mul" and len(inputs) == 1 and self.batch_dim(of_batch[0]) == REDUCED:
@@ -632,7 +623,6 @@ def _counts(
     samples: int | None,
     *,
     picked: bool,
-    by_ranks: bool,
 ) -> list[_Divisor]:
     """Return the divisors of a sum over the batch that are counts, not constants such as 2 or a temperature.
 
@@ -642,7 +632,6 @@ def _counts(
         dim: Dim of the samples, or of their items such as tokens.
         samples: Number of samples in the batch, if known.
         picked: Whether the summed items were selected by their values, so that their number can be any.
-        by_ranks: Whether the sum is multiplied by the number of ranks.
     """
     computed = [each for each in divisors if _is_computed(each.value)]
     if computed:
@@ -656,7 +645,7 @@ def _counts(
             continue
         if number == samples or (items and number / items in features):
             counted.append(each)
-        elif number >= max(min(items, samples or items), 1) and (picked or by_ranks or number not in features - {1}):
+        elif number >= max(min(items, samples or items), 1) and (picked or number not in features - {1}):
             other.append(each)
     return counted[-1:] or other
 
