@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 
 from lightning_pardist.compat.contract import Private
@@ -30,8 +31,12 @@ _SUFFIX = re.compile(r"Backward\d*$")
 
 
 def kind_of(node: Node) -> str:
-    """Return the name of a node's operation, without overload: ``"NllLoss"``, or ``"AccumulateGrad"`` for a leaf."""
-    return _SUFFIX.sub("", node.name().rpartition("::")[2])
+    """Return the name of a node's operation, without overload: ``"NllLoss"``, or ``"AccumulateGrad"`` for a leaf.
+
+    A class derived from ``torch.autograd.Function`` may have the name of an operation: ``"Function.Gather"``.
+    """
+    name = _SUFFIX.sub("", node.name().rpartition("::")[2])
+    return f"Function.{name}" if isinstance(node, FunctionCtx) else name
 
 
 def inputs_of(node: Node) -> list[Node | None]:

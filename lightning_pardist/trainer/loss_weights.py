@@ -36,7 +36,7 @@ from lightning_pardist.engines.common.loss_balance import (
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_terms import Term, find_terms, weight_of
+from lightning_pardist.engines.common.loss_terms import Term, as_counts, find_terms, weight_of
 from lightning_pardist.engines.common.mean_counts import MeanCounts
 from lightning_pardist.engines.fsdp.fsdp_units import original_class
 from lightning_pardist.engines.pipeline import find_loss
@@ -52,6 +52,8 @@ def weight_of_logged(
     samples: int | None,
     *,
     gathers: bool = False,
+    ranks: int = 1,
+    with_counts: bool = False,
     known: Mapping[Node, Sequence[Term]] | None = None,
 ) -> Tensor | float | None:
     """Return the weight of a logged value in the mean over ranks or micro-batches: a count, or None for a sum.
@@ -63,6 +65,8 @@ def weight_of_logged(
         terms: Terms of the loss.
         samples: Number of samples in the batch.
         gathers: Whether a part of the batch that gathers samples gathers those of all parts.
+        ranks: Number of ranks that the batch is divided among.
+        with_counts: Whether Python numbers that divide sums are counts.
         known: Terms by graph node of losses whose backward has run, which has freed their graphs.
 
     Raises:
@@ -72,7 +76,9 @@ def weight_of_logged(
     if not _is_same(value, loss):
         same = next((each for each in graphs if _is_same(value, each)), None)
         terms = [] if same is None else _known_terms(same.grad_fn, known or {})
-        terms = find_terms(same, samples=samples, gathers=gathers) if same is not None and not terms else terms
+        if same is not None and not terms:
+            terms = find_terms(same, samples=samples, gathers=gathers, ranks=ranks)
+            terms = as_counts(terms) if with_counts else terms
     return weight_of(terms, float(samples or 1))
 
 
@@ -119,8 +125,8 @@ def divided_by_numbers(module: pl.LightningModule) -> str:
     """Return the warning for sums that ranks divide by different Python numbers."""
     return (
         f"The loss of {original_class(module).__name__}.training_step has a sum over samples that ranks divide by"
-        " different numbers, such as counts. What these numbers count is unknown, so they are treated as constants,"
-        " and training may differ from that of a single process. Divide by a tensor that holds the count"
+        " different numbers, such as counts. They were equal in the first step and are treated as constants, so"
+        " training differs from that of a single process. Divide by a tensor that holds the count"
         " (mask.sum().clamp(min=1), without int() or item()), or set loss_weight."
     )
 
@@ -219,6 +225,8 @@ class LossWeights:
         self._same_numbers: Tensor | None = None
         self._same_settings: Tensor | None = None
         self._weighed = 0
+        #: Whether the numbers that divided sums in the first step were counts, since they differed between ranks.
+        self._numbers_are_counts = False
         self._batch: Any = None
         self._counts = self._weighs = True
         self._logged: list[_Logged] | None = None
@@ -293,6 +301,9 @@ class LossWeights:
         samples = BatchCut().samples_of(self._batch)
         ranks = self._group().size()
         terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting, gathers=True, ranks=ranks)
+        if not self._weighed:
+            self._numbers_are_counts = not self._have_same_numbers(terms)
+        terms = as_counts(terms) if self._numbers_are_counts else terms
         if loss is not None and ranks > 1:
             self._log_terms(loss, terms)
         terms = agreed_terms(terms, self._agree, self._device)
@@ -320,6 +331,12 @@ class LossWeights:
         if not self._counts:
             for entry in reversed(noted):
                 self._forget(entry)
+
+    def _have_same_numbers(self, terms: list[Term]) -> bool:
+        """Return whether all ranks divide their sums by the same numbers. Collective over the group."""
+        self._before()
+        found = exchange(terms, samples=1.0, present=self._counts, group=self._group(), device=self._device)
+        return bool(found.same_numbers)
 
     def _record_terms(self, loss: Tensor | None, terms: list[Term]) -> None:
         """Record the terms of a loss: manual steps may log it after backward, which frees the graph's saved tensors."""
@@ -399,7 +416,17 @@ class LossWeights:
                 weight = (
                     self._value_weights[each.name]
                     if self._value_weights
-                    else weight_of_logged(each.value, values, loss, terms, samples, gathers=True, known=self._known)
+                    else weight_of_logged(
+                        each.value,
+                        values,
+                        loss,
+                        terms,
+                        samples,
+                        gathers=True,
+                        ranks=self._group().size(),
+                        with_counts=self._numbers_are_counts,
+                        known=self._known,
+                    )
                 )
             except LookupError:
                 unknown = True

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from lightning_pardist.compat.modules import own_parameters
+from lightning_pardist.engines.common.containers import refill
 from lightning_pardist.engines.common.own_generators import set_state, state_of
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
@@ -72,7 +73,7 @@ class ModuleSnapshot:
         """Restore everything that the snapshot covers."""
         with torch.no_grad():
             for container, contents in self._contents:
-                _refill(container, contents)
+                refill(container, contents)
             for owner, attributes in self._classes:
                 _reset_class(owner, attributes)
             for tensor, values in (*self._tensors, *self._grads):
@@ -158,19 +159,6 @@ def write_back(tensor: Tensor, values: Tensor) -> None:
 def _holds(tensor: Tensor, values: Tensor) -> bool:
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     return plain and tensor.device == values.device and torch.equal(tensor, values)
-
-
-def _refill(container: Any, contents: Any) -> None:
-    if isinstance(container, dict):
-        if len(container) != len(contents) or any(container.get(key) is not contents[key] for key in contents):
-            container.clear()
-            container.update(contents)
-    elif isinstance(container, set):
-        container.clear()
-        container.update(contents)
-    elif len(container) != len(contents) or any(a is not b for a, b in zip(container, contents, strict=True)):
-        container.clear()
-        container.extend(contents)
 
 
 def _data_of(owner: type) -> dict[str, Any]:

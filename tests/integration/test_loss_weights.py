@@ -1,5 +1,6 @@
 """Losses that are means over unequal amounts on ranks and micro-batches: tokens, class weights."""
 
+import itertools
 import warnings
 
 import lightning.pytorch as pl
@@ -114,6 +115,13 @@ def by_rank(logits, labels):
     return logits.pow(2).sum() / (2 + dist.get_rank())
 
 
+CALLS = itertools.count()
+
+
+def by_rank_from_the_second_step_on(logits, labels):
+    return logits.pow(2).sum() / (2 + dist.get_rank() * (next(CALLS) > 0))
+
+
 def contrastive(logits, labels):
     vectors = F.normalize(logits.mean(1), dim=1)
     return F.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
@@ -171,7 +179,8 @@ def mean_of_classes(logits, labels):
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, guarded, added, per_sample, sum_per_sample]
 SEVERAL = [two_terms, written, mixed, of_positives, of_nothing]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
-TOGETHER = [contrastive, in_pairs, contrastive_if_any_counts, mean_of_classes, mixed_up, normalized, by_rank, *GATHERED]
+TOGETHER = [contrastive, in_pairs, contrastive_if_any_counts, mean_of_classes, mixed_up, normalized, *GATHERED]
+TOGETHER += [by_rank, by_rank_from_the_second_step_on]
 LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *TOGETHER)}
 COUPLED = {loss.__name__ for loss in TOGETHER}
 
@@ -365,6 +374,8 @@ class OfOwnLosses(Module):
 
 
 def _warned(sizes, given, strategy="pp", loss="contrastive", parts=2, everywhere=None, empty_first=False):
+    global CALLS
+    CALLS = itertools.count()
     module = Module(loss) if everywhere is None else OfOwnLosses(loss, everywhere)
     made = STRATEGIES[strategy](**given)
     trainer = quiet_trainer(strategy=made, devices=parts * len(sizes), use_distributed_sampler=False)
@@ -454,9 +465,10 @@ def test_what_ranks_make_of_their_samples_without_a_gradient_is_said_once(strate
     assert sum("without a gradient (sum of a tensor of shape [4] over samples)" in each for each in said) == 1
 
 
-def test_numbers_that_differ_between_ranks_are_no_constants():
-    said, *_ = run_ranks(2, _warned, EVEN, {}, "ddp", "by_rank", 1)
-    assert sum("that ranks divide by different numbers" in each for each in said) == 1
+@pytest.mark.parametrize("later", [False, True])
+def test_numbers_that_differ_between_ranks_are_no_constants(later):
+    said, *_ = run_ranks(2, _warned, EVEN, {}, "ddp", "by_rank_from_the_second_step_on" if later else "by_rank", 1)
+    assert sum("that ranks divide by different numbers" in each for each in said) == later
 
 
 @pytest.mark.parametrize(("strategy", "everywhere"), [("ddp", False), ("zero3", False), ("pp", False), ("ddp", True)])

@@ -9,7 +9,6 @@ are combined to one of the batch, which every rank applies.
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from lightning_pardist.compat.metrics import (
 )
 from lightning_pardist.compat.modules import own_buffers
 from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.engines.common.containers import refill, same_items
 from lightning_pardist.engines.pipeline import merge_results
 from lightning_pardist.engines.pipeline.interception import (
     HOOKS,
@@ -654,13 +654,12 @@ class _Frozen:
             return self.value
         contents = [item.thaw() for item in self.items]
         if self.keys is None:
-            if not _same_items(self.value, contents):
+            if not same_items(self.value, contents):
                 self.value[:] = contents
             return self.value
         entries = entries_of(self.value)
-        if entries is not None and (tuple(entries) != self.keys or not _same_items(list(entries.values()), contents)):
-            entries.clear()
-            entries.update(zip(self.keys, contents, strict=True))
+        if entries is not None:
+            refill(entries, dict(zip(self.keys, contents, strict=True)))
         return self.value
 
 
@@ -673,10 +672,6 @@ def _freeze(value: Any, depth: int = 0) -> _Frozen:
     if entries is not None and (depth == 0 or len(entries) <= _LONG):
         return _Frozen(value, tuple(_freeze(item, depth + 1) for item in entries.values()), tuple(entries))
     return _Frozen(value)
-
-
-def _same_items(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
 def _compare(before: _Frozen | None, now: Any, path: Path, record: _Record, seen: set[int]) -> None:
@@ -694,7 +689,7 @@ def _compare(before: _Frozen | None, now: Any, path: Path, record: _Record, seen
             _compare(old.get(key), value, (*path, key), record, seen)
         return
     length = len(before.items)
-    if _same_items(now[:length], [item.value for item in before.items]):
+    if same_items(now[:length], [item.value for item in before.items]):
         for index, item in enumerate(before.items):
             _compare(item, now[index], (*path, index), record, seen)
         if len(now) > length:

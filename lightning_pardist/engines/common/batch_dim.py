@@ -39,7 +39,7 @@ VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze"}
 #: Matrix products, which may sum over the batch dim.
 CONTRACTIONS = {"Mm", "Mv", "Dot", "Vdot", "Bmm"}
 #: The all-reduce over ranks that share a batch: its input is this rank's part, its output the full result.
-SAME |= {"_Reduce"}
+SAME |= {"Function._Reduce"}
 REDUCTIONS = {"Sum", "Mean", "Nansum"}
 STATISTICS = {"Std", "Var", "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Logsumexp", "Prod", "Median"}
 STATISTICS |= {"StdMean", "VarMean"}
@@ -63,7 +63,7 @@ _OPERANDS |= dict.fromkeys(("Convolution", "NativeLayerNorm", "NativeGroupNorm")
 #: Maximum depth at which a gather is searched below a result: samples are compared soon after they are gathered.
 GATHER_REACH = 16
 #: Gathers between ranks that share samples, which assemble the parts of one result.
-_OF_PARTS = {"_Gather", "_GatherCopy", "_Gathered"}
+_OF_PARTS = {"Function._Gather", "Function._GatherCopy", "Function._Gathered"}
 
 
 class BatchDims:
@@ -224,6 +224,8 @@ class BatchDims:
         best, best_child = max(((self.of(child), child) for child in inputs), key=lambda pair: pair[0])
         if best >= 0:
             return best + len(sizes) - len(shape_of(best_child) or sizes)
+        if best == REDUCED and other_operands and not self._may_be_expanded(sizes, shape_of(best_child) or ()):
+            return best
         # A product with samples that need no gradient depends on the batch.
         if (
             other_operands
@@ -232,6 +234,13 @@ class BatchDims:
         ):
             return self._by_shape(node)
         return best
+
+    def _may_be_expanded(self, sizes: tuple[int, ...], before: tuple[int, ...]) -> bool:
+        """Return whether a result of this shape may hold samples although an operand of that shape holds none."""
+        if sizes == before or not self.samples:
+            return True
+        aligned = (1,) * (len(sizes) - len(before)) + before
+        return any(size != was and size % self.samples == 0 for size, was in zip(sizes, aligned, strict=True))
 
     def _may_combine_with_batch(self, node: Node, child: Node) -> bool:
         """Return whether a result of held tensors may be combined with data here, such as targets at fixed points."""

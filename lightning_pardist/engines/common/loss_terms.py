@@ -7,10 +7,12 @@ few additions and multiplications by numbers, below these are the reductions ove
 
 [Note: which divisor is a count]
 A sum over the batch is a mean if it is divided by a count of items on the way to the loss: ``/ mask.sum()``,
-``/ len(x)``, ``* (1 / n)``. A Python number may also be a constant. It is taken as a count if it is the number of
-summed samples, or a multiple of it, or not less than that and not a product of other sizes. A factor such as 0.1 or
-0.25 is taken as a weight unless exactly 10 or 4 items were selected or left by a mask; 0.0625 and 0.142857 are taken as
-1/16 and 1/7. A number that differs between parts of a batch was not a constant, which a comparison of parts detects.
+``/ len(x)``, ``* (1 / n)``. A Python number may also be a constant: ``/ 100``, or the size of the whole batch. It is
+taken as a count if it is the number of summed samples, times the sizes of other summed dims; if it is a multiple of at
+least 8 samples, such as samples times pixels, and neither a power of ten nor a multiple of the samples of all ranks; or
+if items were selected by their values and their number is not known. A factor such as 0.1 or 0.25 is taken as a weight
+unless exactly 10 or 4 items were selected or left by a mask; 0.0625 and 0.142857 are taken as 1/16 and 1/7. A number
+that differs between parts of a batch is no constant, which a comparison of parts detects.
 
 [Note: products of sums]
 In ``alpha * (a + b)`` the gradients of the terms ``a`` and ``b`` are scaled where the addition passes them on. The
@@ -127,7 +129,8 @@ class Term:
             weight = "the count that divides it" if self.by_data else "its number of elements"
             text = f"{self.what}, a mean weighted by {weight}"
         elif self.kind == "sum":
-            text = f"{self.what}, a sum, added up without weights"
+            constant = f" divided by the constant {self.number:g}" if self.number != 1 else ""
+            text = f"{self.what}, a sum{constant}, added up without weights"
         elif self.kind == "constant":
             text = f"{self.what}, a function of parameters only"
         else:
@@ -139,6 +142,8 @@ class Term:
 _NOTHING = "nothing"
 #: Masks with more elements are not read.
 SMALL = 2**22
+#: Number of samples of which a constant is unlikely to be a multiple.
+_MANY = 8
 
 
 def find_terms(loss: Tensor, *, samples: int | None = None, gathers: bool = False, ranks: int = 1) -> list[Term]:
@@ -280,12 +285,12 @@ class _Position:
                 count, by_data = divisor.value.detach().reshape(()) * count, True
         return self.term("mean", what, count, by_data=by_data)
 
-    def divided(self, what: str, sizes: tuple[int, ...], dim: int, samples: int | None) -> Term:
+    def divided(self, what: str, sizes: tuple[int, ...], dim: int, samples: int | None, ranks: int) -> Term:
         """Return a sum over the batch that ends at this position; a mean if one of its divisors is a count."""
         divisors = (*self.divisors, *(_Divisor(each) for each in _divisors_inside(self.node)))
         nothing = _is_empty_sum(self.node)
         picked = any(kind_of(each) in PICKED for each in elements(self.node))
-        counts = _counts(divisors, sizes, dim, samples, picked=picked)
+        counts = _counts(divisors, sizes, dim, samples, ranks, picked=picked)
         if nothing:
             counts = counts[-1:]
         if not counts:
@@ -451,8 +456,10 @@ class _Walk:
             return at.zero_term()
         if factor is not None and (count := _reciprocal(factor)):
             return [at.below(of_batch[0], divisor=count, rounded=_is_rounded(factor))]
-        if factor is not None and factor == self.samples and factor > 2 and self.ranks > 1:
-            return [at.below(of_batch[0], nonlinear=f"{_BY_SAMPLES}, {self.samples}")]
+        if factor is not None and factor > 1:
+            by_samples = factor == self.samples and factor > 2 and self.ranks > 1
+            nonlinear = f"{_BY_SAMPLES}, {self.samples}" if by_samples else ""
+            return [at.below(of_batch[0], divisor=1 / factor, rounded=True, nonlinear=nonlinear)]
         if kind == "Mul" and len(inputs) == 1 and self.batch_dim(of_batch[0]) == REDUCED:
             factor = other if sides[0] is of_batch[0] else saved(at.node, "self")
             if isinstance(factor, Tensor) and factor.numel() > 1:
@@ -475,7 +482,7 @@ class _Walk:
         if dim == REDUCED and self._is_selected(child):
             # A reduction of the result of one sample.
             items = float(math.prod(sizes[each] for each in dims))
-            return at.mean(kind, items) if kind == "Mean" else at.divided(kind, sizes, 0, self.samples)
+            return at.mean(kind, items) if kind == "Mean" else at.divided(kind, sizes, 0, self.samples, self.ranks)
         if dim not in dims:
             # A mean of stacked losses has a divisor; a mean over features counts no items of the batch.
             items = math.prod(sizes[each] for each in dims)
@@ -484,7 +491,7 @@ class _Walk:
         if any(each.table for each in at.divisors):
             return self._means(at, kind, dims, sizes)
         if kind != "Mean":
-            return at.divided(kind, sizes, dim, self.samples)
+            return at.divided(kind, sizes, dim, self.samples, self.ranks)
         count = float(math.prod(sizes[each] for each in dims))
         return at.mean(kind, count, by_data=kind_of(child) in PICKED)
 
@@ -522,14 +529,14 @@ class _Walk:
         of_batch = [child for child in inputs if self.batch_dim(child) != CONSTANT]
         if len(of_batch) != 1 or self.batch_dim(of_batch[0]) < 0:
             return self._unknown(at, kind)
-        return at.divided(kind, shape_of(of_batch[0]) or (), self.batch_dim(of_batch[0]), self.samples)
+        return at.divided(kind, shape_of(of_batch[0]) or (), self.batch_dim(of_batch[0]), self.samples, self.ranks)
 
     def _fused(self, at: _Position, kind: str) -> Term:
         reduction = saved(at.node, "reduction")
         weight, operand = saved(at.node, "total_weight"), saved(at.node, "self")
         if reduction == 2:
             sizes = tuple(operand.shape) if isinstance(operand, Tensor) else ()
-            return at.divided(kind, sizes or (self.samples or 1,), 0, self.samples)
+            return at.divided(kind, sizes or (self.samples or 1,), 0, self.samples, self.ranks)
         if reduction == 1 and isinstance(weight, Tensor):
             return at.mean(kind, weight.detach(), by_data=True)
         if reduction == 1 and isinstance(operand, Tensor):
@@ -621,6 +628,7 @@ def _counts(
     sizes: tuple[int, ...],
     dim: int,
     samples: int | None,
+    ranks: int,
     *,
     picked: bool,
 ) -> list[_Divisor]:
@@ -631,6 +639,7 @@ def _counts(
         sizes: Shape of the summed tensor.
         dim: Dim of the samples, or of their items such as tokens.
         samples: Number of samples in the batch, if known.
+        ranks: Number of ranks that the batch is divided among.
         picked: Whether the summed items were selected by their values, so that their number can be any.
     """
     computed = [each for each in divisors if _is_computed(each.value)]
@@ -638,16 +647,50 @@ def _counts(
         return computed
     items = sizes[dim] if sizes else 1
     features = _products([size for place, size in enumerate(sizes) if place != dim])
+
+    def is_size(number: float) -> bool:
+        return number == samples or bool(items and number / items in features)
+
     counted, other = [], []
     for each in divisors:
         number = _number(each.value)
         if number is None or number < 1 or each.rounded:
             continue
-        if number == samples or (items and number / items in features):
+        if is_size(number):
             counted.append(each)
-        elif number >= max(min(items, samples or items), 1) and (picked or number not in features - {1}):
+        elif (picked and number >= max(min(items, samples or items), 1)) or (
+            number not in features and not is_size(number / ranks) and _is_multiple(number, samples or items)
+        ):
             other.append(each)
-    return counted[-1:] or other
+    if counted or other:
+        return counted[-1:] or other
+    numbers = [(each, number) for each in divisors if (number := _number(each.value)) is not None]
+    product = math.prod(number for _, number in numbers)
+    # A factor that equals the number of ranks makes up for their average.
+    least = max(min(items, samples or items), 3)
+    by_hand = any(ranks * number == 1 for _, number in numbers)
+    by_hand &= any(number >= least and not _is_power_of_ten(number) for _, number in numbers)
+    is_count = any(number < 1 for _, number in numbers) and (is_size(product) or by_hand)
+    return [each for each, _ in numbers] if is_count else []
+
+
+def _is_multiple(number: float, samples: int) -> bool:
+    """Return whether a number is more likely samples times a size, such as pixels, than a constant."""
+    return samples >= _MANY and number % samples == 0 and not _is_power_of_ten(number)
+
+
+def _is_power_of_ten(number: float) -> bool:
+    return math.log10(number).is_integer()
+
+
+def as_counts(terms: Sequence[Term]) -> list[Term]:
+    """Return terms in which numbers that divide sums, taken as constants so far, are counts."""
+    return [
+        replace(term, kind="mean", count=term.number, by_data=True, what=f"{term.what} divided by a number", number=1.0)
+        if term.kind == "sum" and term.number != 1
+        else term
+        for term in terms
+    ]
 
 
 def _constant_divisor(term: Term) -> float:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.compat.modules import own_buffers
+from lightning_pardist.engines.common.containers import refill
 from lightning_pardist.engines.common.devices import device_in_use, preserve_random_state
 from lightning_pardist.engines.common.own_generators import set_state, state_of
 
@@ -181,15 +182,11 @@ def _remember(value: Any, above: tuple[int, ...] = ()) -> Callable[[], None]:
         # What a step keeps in an object of its own, such as a meter.
         entries = entries_of(value)
         return _nothing if entries is None or len(above) > _DEPTH else _remember(entries, (*above, id(value)))
-    kept = dict(value) if isinstance(value, dict) else list(value)
+    kept = dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
     inner = [_remember(item, (*above, id(value))) for item in (kept.values() if isinstance(kept, dict) else kept)]
 
     def restore() -> None:
-        value.clear()
-        if isinstance(value, (dict, set)):
-            value.update(kept)
-        else:
-            value.extend(kept)
+        refill(value, kept)
         for restore in inner:
             restore()
 

@@ -206,7 +206,11 @@ def _mean_of_parts(call: Call, x: Operand, dims: Sequence[int] | None) -> Outcom
         # A sum may overflow a dtype that can hold the mean.
         return torch.sum(*args, **kwargs | {"dtype": torch.promote_types(dtype, torch.float32)})
 
-    return Outcome(args, kwargs, reduce="sum", run=run, after=lambda result: (result / count).to(dtype))
+    def after(result: Tensor) -> Tensor:
+        # A tensor: a Python number may be taken as a constant that divides a sum.
+        return (result / torch.full((), count, dtype=result.dtype, device=result.device)).to(dtype)
+
+    return Outcome(args, kwargs, reduce="sum", run=run, after=after)
 
 
 def drop_dims(layout: Layout, dims: Sequence[int]) -> Layout:

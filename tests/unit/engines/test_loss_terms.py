@@ -94,6 +94,9 @@ CASES = {
     "sum": (lambda: samples().pow(2).sum(), SUM),
     "half a sum": (lambda: 0.5 * samples().pow(2).sum(), SUM),
     "a sum over two": (lambda: samples().pow(2).sum() / 2, SUM),
+    "a sum over a constant": (lambda: samples().pow(2).sum() / 100, SUM),
+    "a sum over a constant that is a size of the batch times two": (lambda: samples().pow(2).sum() / (2 * BATCH), SUM),
+    "a sum over samples of all ranks, times ranks": (lambda: samples().pow(2).sum() * 2 / (2 * BATCH), mean(BATCH)),
     "two sums": (lambda: samples().exp().sum() - 0.5 * (1 + samples()).sum(), SUM * 2),
     "time first": (lambda: NET(torch.randn(7, BATCH, WIDTH)).mean(0).sum(), SUM),
     "penalty": (lambda: nll() + penalty(), mean(COUNT)),
@@ -164,6 +167,8 @@ def test_what_nothing_is_divided_by_is_no_count():
         lambda: (samples().pow(2).sum(0) / torch.linspace(1.0, 2.0, CLASSES)).sum(),
         # Load-balancing loss of Switch Transformers.
         lambda: (samples().softmax(1).mean(0) * samples().detach().softmax(1).mean(0)).sum(),
+        # That of Mixtral, with the two choices of each token along one dim.
+        lambda: (torch.rand(2, CLASSES) * samples().softmax(1).mean(0)[None]).sum(),
         lambda: torch.minimum(samples().mean(), torch.tensor(0.5)),
         lambda: (mean := samples().mean()) + (mean - 1).square(),
     ],
