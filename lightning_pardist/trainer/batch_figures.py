@@ -54,6 +54,7 @@ _KEEPING |= {
     "add_",
     "clamp_",
 }
+_READING = {"item", "tolist", "__float__", "numpy"}
 _DIVISIONS = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__"}
 _OVER_IT = {"reciprocal", "__rtruediv__", "__rdiv__", *_DIVISIONS}
 _PRODUCTS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__"}
@@ -101,11 +102,13 @@ class BatchFigures(TorchFunctionMode):
 
     Attributes:
         found: Description of the first figure that a result with a gradient was computed with; None if there is none.
+        was_read: Whether a figure or a loss was read as a Python number, which may be a part of the loss.
     """
 
     def __init__(self, batch: Any, samples: int) -> None:
         super().__init__()
         self.found: str | None = None
+        self.was_read = False
         self._samples = samples
         self._lengths = {each.shape[0] for each in tensors_in(batch) if each.dim()}
         self._marks: Any = WeakTensorKeyDictionary()
@@ -127,6 +130,8 @@ class BatchFigures(TorchFunctionMode):
         results = [each for each in given_tensors(output) if type(each) is Tensor]
         if name == "detach" and given and given[0].requires_grad and not given[0].dim() and results:
             return self._detached(given[0], results[0])
+        if name in _READING and given and not given[0].dim():
+            self.was_read |= given[0] in self._marks or self._is_reduced(given[0])
         if not results:
             return None
         marked = [(each, self._marks[each]) for each in given if type(each) is Tensor and each in self._marks]
@@ -147,9 +152,11 @@ class BatchFigures(TorchFunctionMode):
 
     def _detached(self, given: Tensor, result: Tensor) -> None:
         """Mark a detached loss as a figure."""
-        node = given.grad_fn
-        if node is not None and BatchDims(self._samples).of(node) == REDUCED:
+        if self._is_reduced(given):
             self._marks[result] = _Mark(None, "a loss without its graph")
+
+    def _is_reduced(self, given: Tensor) -> bool:
+        return given.grad_fn is not None and BatchDims(self._samples).of(given.grad_fn) == REDUCED
 
     def _with_graphs(self, given: Sequence[Tensor]) -> list[tuple[Tensor, _Mark]]:
         """Return marks for tensors with a graph that hold samples, as their gradient-free results do as well.

@@ -8,8 +8,9 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
@@ -21,6 +22,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_pardist._version import __version__
 from lightning_pardist.axes.base import RunContext
@@ -301,7 +303,8 @@ class Checkpoints:
         def run(exchange: Coordinator) -> None:
             def write() -> None:
                 if exchange.rank == 0:
-                    io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+                    with nullcontext() if self._in_background else _metrics_of_one_process(self.context.module):
+                        io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
             together(exchange, f"Saving {path}", write)
 
@@ -490,3 +493,17 @@ class _Staging:
         if key not in self._copies:
             self._copies[key] = tensor.detach().to("cpu", copy=True)
         return self._copies[key]
+
+
+@contextmanager
+def _metrics_of_one_process(module: pl.LightningModule | None) -> Iterator[None]:
+    """Detach metrics from the ranks of the run, which a user's ``CheckpointIO`` cannot pickle with them."""
+    metrics = [] if module is None else [each for each in module.modules() if isinstance(each, Metric)]
+    before = [(each, each.process_group, each.dist_sync_fn) for each in metrics]
+    for each in metrics:
+        each.process_group = each.dist_sync_fn = None
+    try:
+        yield
+    finally:
+        for each, group, sync in before:
+            each.process_group, each.dist_sync_fn = group, sync

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanAbsoluteError
 
 from lightning_pardist import (
     DDPStrategy,
@@ -286,3 +288,38 @@ def test_a_checkpoint_stripped_of_optimizer_states(tmp_path):
     torch.save(state | {"optimizer_states": [], "lr_schedulers": []}, tmp_path / "stripped.ckpt")
     for strategy in ("zero2", "zero3", "pp"):
         run_ranks(2, _without_optimizer_states, strategy, str(tmp_path / "stripped.ckpt"))
+
+
+class OwnIO(TorchCheckpointIO):
+    """Plugin that writes with ``torch.save``, as darts has one."""
+
+
+class WithMetric(Habits):
+    """Saves a live metric, as darts does."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = MeanAbsoluteError()
+
+    def training_step(self, batch, batch_idx):
+        out = self(batch[0])
+        self.error.update(out, batch[1])
+        return F.mse_loss(out, batch[1])
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["error"] = self.error
+
+
+def _saves_metric(strategy, path):
+    module = WithMetric()
+    trainer = quiet_trainer(strategy=STRATEGIES[strategy](), devices=2, plugins=[OwnIO()])
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=4))
+    trainer.save_checkpoint(path)
+    return float(module.error.compute())
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "tp", "pp"])
+def test_metrics_are_saved_by_the_users_checkpoint_io(strategy, tmp_path):
+    errors = run_ranks(2, _saves_metric, strategy, tmp_path / "last.ckpt")
+    assert errors[0] == pytest.approx(errors[1])
+    assert isinstance(torch.load(tmp_path / "last.ckpt", weights_only=False)["error"], MeanAbsoluteError)

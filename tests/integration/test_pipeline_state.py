@@ -234,3 +234,44 @@ def test_running_statistics_of_calls_in_several_stages():
     want = _two_views("auto", 1)
     for got in run_ranks(2, _two_views, "pardist_mp", 2):
         assert_close(got, want)
+
+
+class Cached(nn.Module):
+    """Factors in a buffer that the first call fills, and their number (rotary embeddings)."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cached", torch.zeros(16), persistent=False)
+        self.filled = 0
+
+    def forward(self, size):
+        if self.filled < size:
+            self.cached[:size] = torch.linspace(0.5, 2.0, size)
+            self.filled = size
+        return self.cached[:size].clone()
+
+
+class WithCaches(Base):
+    def __init__(self):
+        super().__init__()
+        self.caches = nn.ModuleList(Cached() for _ in self.net)
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer, cache in zip(self.net, self.caches, strict=True):
+            x = layer(x * cache(8))
+        return F.cross_entropy(x, batch[1])
+
+
+def _cached(strategy, devices):
+    torch.manual_seed(3)
+    module = WithCaches()
+    data = TensorDataset(torch.randn(32, 8), torch.randint(4, (32,)))
+    quiet_trainer(strategy=strategy, devices=devices).fit(module, DataLoader(data, batch_size=8))
+    return snapshot(module)
+
+
+def test_caches_that_the_first_call_fills():
+    want = _cached("auto", 1)
+    for got in run_ranks(2, _cached, "pardist_pp", 2):
+        assert_close(got, want)

@@ -562,3 +562,44 @@ def test_a_loader_that_does_not_shuffle_is_left_alone(strategy):
     expected = _in_the_users_order("auto", 1)
     for got in run_ranks(2, _in_the_users_order, strategy, 2):
         assert_close(got, expected)
+
+
+class Adjoint(torch.autograd.Function):
+    """Runs layers again in backward, for gradients with respect to its arguments, as in torchdiffeq."""
+
+    @staticmethod
+    def forward(ctx, layers, y, *parameters):
+        ctx.layers = layers
+        ctx.save_for_backward(y, *parameters)
+        with torch.no_grad():
+            return y + layers(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            y = y.detach().requires_grad_()
+            return None, *torch.autograd.grad(y + ctx.layers(y), (y, *parameters), grad, allow_unused=True)
+
+
+class WithAdjoint(Net):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.net(Adjoint.apply(self.inner, x, *self.inner.parameters()))
+
+
+def _with_adjoint(strategy, devices):
+    module = WithAdjoint()
+    before = snapshot(module)
+    _fit(module, strategy, devices)
+    return before, snapshot(module)
+
+
+def test_parameters_as_arguments_of_custom_functions():
+    before, want = _with_adjoint("auto", 1)
+    assert not torch.equal(before["inner.0.weight"], want["inner.0.weight"])
+    for _, got in run_ranks(2, _with_adjoint, "pardist_tp", 2):
+        assert_close(got, want)

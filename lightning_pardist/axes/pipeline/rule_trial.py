@@ -26,12 +26,14 @@ from lightning_pardist.axes.pipeline.reduction_rules import (
 )
 from lightning_pardist.axes.pipeline.sample_runs import SampleRuns, SampleStep, loss_of
 from lightning_pardist.engines.common.devices import device_in_use, is_same_state, random_state
+from lightning_pardist.engines.common.eager_runs import eagerly
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_terms import Term
+from lightning_pardist.engines.common.loss_terms import BALANCING, Term
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
 from lightning_pardist.engines.pipeline.interception import undisturbed
 from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, common_ratios, part_weight
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_mean
+from lightning_pardist.trainer.batch_figures import BatchFigures
 from lightning_pardist.trainer.sample_mixing import SampleMixing
 from lightning_pardist.trainer.sample_orders import SampleOrders
 
@@ -87,7 +89,7 @@ class RuleTrial:
         orders, mixing, trained = self._find_mixing()
         if trained is not None and not rules.untried:
             rules = self._with_what_training_sets(rules, trained)
-        return replace(rules, orders=orders, mixing=mixing)
+        return replace(rules, orders=rules.orders or orders, mixing=mixing)
 
     def is_additive(self) -> bool:
         """Return whether the mean or sum of the micro-batches' losses is the batch's loss, up to rounding."""
@@ -195,6 +197,8 @@ class RuleTrial:
         found = find_rules(numbers, columns, shares, **tolerances) | derived
         found = self._settle_sums(found, numbers, run)
         told: dict[str, Any] = {"zeros": _zeros(columns, found, place)}
+        if left_out := [name for name in whole["metrics"] if not any(name in each["metrics"] for each in records)]:
+            told["orders"] = f"{', '.join(left_out)} is updated with whole batches, and not with micro-batches"
         if not is_random:
             told["unexplained"] = _unexplained(numbers, columns, found)
             told["metrics"] = tuple(self._runs.effects.uneven_metrics(whole, records))
@@ -205,13 +209,50 @@ class RuleTrial:
             # Random values cannot confirm the loss weighting; rely on the autograd graph.
             return Rules({**found, place: own}, None, not self.batch_coupling(), **told)
         if relative_error(numbers[place], combined(own, columns[place], shares)) <= loose:
-            return Rules({**found, place: own}, **told)
+            return Rules({**found, place: own}, None, self._gradients_add_up(own, shares, 10 * close), **told)
         if shown not in ("mean", "samples", "sum"):
-            linear = self.loss.several_counts and not self.loss.coupled
+            # A micro-batch of one sample does not show what couples samples.
+            linear = self.loss.several_counts and not (self.loss.coupled or self.batch_coupling())
             return Rules({**found, place: own}, None, linear, **told)
         # The analysis of the autograd graph was wrong: use the rule of the trial.
         known = self._loss_weight == "auto"
         return Rules(found, ("sum" if shown == "sum" else "samples") if known else None, known, **told)
+
+    def _gradients_add_up(self, way: str, shares: Shares, tolerance: float) -> bool:
+        """Return whether the mean or sum of the micro-batches' gradients is that of the batch, as that of their losses.
+
+        Losses may agree where gradients do not: by chance, or if a factor computed from the batch is detached
+        (``loss * (other / loss).detach()``). Gradients are computed only if something in the step couples samples.
+        """
+        if self._loss_weight != "auto":
+            return True
+        samples = self._cut.samples_of(self._sample.batch)
+        parameters = [each for each in self._module.parameters() if each.requires_grad]
+        try:
+            with self._runs.running(self._sample) as run, undisturbed(self._module), torch.enable_grad():
+                self._module.eval()
+                batch = fresh_copy(self._sample.batch)
+                with eagerly(), BatchFigures(batch, samples or 1) as figures:
+                    loss = loss_of(run(batch))
+                if loss is None or loss.numel() != 1 or not loss.requires_grad:
+                    return True
+                makeup = LossMakeup.of(loss, batch, samples, self._loss_weight)
+                if not makeup.coupled and figures.found is None and not figures.was_read:
+                    return True
+                if makeup.coupled.endswith(BALANCING):
+                    return False
+                whole = _gradient(loss, parameters)
+                del loss
+                total = torch.zeros_like(whole)
+                weights = (1.0,) * len(self.parts) if way == "sum" else shares.loss
+                for part, weight in zip(self.parts, weights, strict=True):
+                    loss = loss_of(run(fresh_copy(part.value)))
+                    if loss is not None and loss.requires_grad:
+                        total += _gradient(loss, parameters) * weight
+        except Exception as error:
+            rank_zero_debug(f"Whether the gradients of micro-batches add up is not known ({error}).")
+            return True
+        return relative_error(whole, total) <= tolerance
 
     def _weights(self, run: _Evaluate) -> list[Tensor | float | None]:
         """Return the weights of the micro-batches' losses, None for each if they are summed."""
@@ -298,6 +339,13 @@ def _unexplained(
     kept = [place for place in columns if place in numbers and place[0] in (*_KEPT, "logged")]
     kept = [place for place in kept if place not in found and increment_of(place) not in found]
     return tuple(dict.fromkeys(_named(place) for place in kept))
+
+
+def _gradient(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return the gradient with respect to all parameters, flat."""
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    both = zip(found, parameters, strict=True)
+    return torch.cat([(torch.zeros_like(one) if each is None else each).detach().flatten() for each, one in both])
 
 
 def _zeros(columns: Mapping[Place, Any], found: Mapping[Place, str], loss: Place | None) -> tuple[str, ...]:

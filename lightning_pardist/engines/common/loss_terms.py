@@ -138,6 +138,8 @@ class Term:
         return f"{text} ({self.nonlinear})" if self.nonlinear else text
 
 
+#: End of the reason for a term that balances loads. On some batches it is additive over samples by chance.
+BALANCING = "as in load-balancing losses"
 #: Marks terms that are zero regardless of the batch.
 _NOTHING = "nothing"
 #: Masks with more elements are not read.
@@ -464,7 +466,7 @@ class _Walk:
             factor = other if sides[0] is of_batch[0] else saved(at.node, "self")
             if isinstance(factor, Tensor) and factor.numel() > 1:
                 what = f"a result that is reduced over samples is multiplied by a tensor of shape {list(factor.shape)}"
-                return [at.below(of_batch[0], nonlinear=f"{what}, as in load-balancing losses")]
+                return [at.below(of_batch[0], nonlinear=f"{what}, {BALANCING}")]
         if kind == "Div" and sides[0] is of_batch[0]:
             several = len(inputs) == 1 and isinstance(other, Tensor) and other.numel() > 1
             table = several and self.batch_dim(of_batch[0]) == REDUCED

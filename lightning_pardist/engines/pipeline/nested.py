@@ -95,7 +95,8 @@ def _contents(value: Any) -> tuple[str, tuple[Any, ...], list[Any]] | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "fields", (), list(value)
     if isinstance(value, (list, tuple)):
-        return "sequence", (), list(value)
+        # By its iterator: a subclass may refuse len() (irreducible representations).
+        return "sequence", (), list(iter(value))
     if isinstance(value, Mapping):
         kind = "record" if dataclasses.is_dataclass(value) else "mapping"
         return kind, tuple(value.keys()), list(value.values())

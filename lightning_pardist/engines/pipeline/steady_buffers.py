@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from lightning_pardist.compat.modules import own_buffers
 from lightning_pardist.engines.pipeline.interception import undisturbed
 
+_NUMBERS = (int, float, bool, type(None))
+
 
 class SteadyBuffers:
     """Buffers that every micro-batch updates from their values before the step. Not collective.
+
+    Numbers in attributes of the modules that hold these buffers (how many rows of a cache are filled) go with them.
 
     Args:
         root: The root module.
@@ -27,17 +31,22 @@ class SteadyBuffers:
         ]
         self._own: list[Tensor] = []
         self._latest: dict[int, list[Tensor]] = {}
+        #: Numbers that the owners of buffers keep in attributes, such as how many rows of a cache are filled.
+        self._owners = list({id(owner): owner for owner, _ in self._places}.values())
+        self._numbers: list[dict[str, Any]] = []
+        self._latest_numbers: dict[int, list[dict[str, Any]]] = {}
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Wrap a training step; afterwards the buffers have been updated once."""
         self._own = [own_buffers(owner)[key] for owner, key in self._places]  # type: ignore[misc]
-        self._latest = {}
+        self._numbers = self._numbers_now()
         try:
             yield
             self._settle()
         finally:
-            self._own, self._latest = [], {}
+            self._own, self._numbers = [], []
+            self._latest, self._latest_numbers = {}, {}
 
     @contextmanager
     def microbatch(self, index: int) -> Iterator[None]:
@@ -47,21 +56,36 @@ class SteadyBuffers:
             return
         # Clones: autograd may have saved the buffer that the next micro-batch writes to.
         given = self._latest.get(index) or [buffer.detach().clone() for buffer in self._own]
-        self._show(given)
+        self._show(given, self._latest_numbers.get(index, self._numbers))
         try:
             yield
         finally:
             self._latest[index] = [own_buffers(owner)[key] for owner, key in self._places]  # type: ignore[misc]
-            self._show(self._own)
+            self._latest_numbers[index] = self._numbers_now()
+            self._show(self._own, self._numbers)
 
-    def _show(self, buffers: list[Tensor]) -> None:
+    def _show(self, buffers: list[Tensor], numbers: list[dict[str, Any]]) -> None:
         for (owner, key), buffer in zip(self._places, buffers, strict=True):
             own_buffers(owner)[key] = buffer
+        self._set_numbers(numbers)
+
+    def _numbers_now(self) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in vars(owner).items() if type(value) in _NUMBERS and key != "training"}
+            for owner in self._owners
+        ]
+
+    def _set_numbers(self, numbers: list[dict[str, Any]]) -> None:
+        for owner, now, then in zip(self._owners, self._numbers_now(), numbers, strict=True):
+            for key in now.keys() - then.keys():
+                del vars(owner)[key]
+            vars(owner).update(then)
 
     @torch.no_grad()
     def _settle(self) -> None:
         if not self._latest:
             return
+        self._set_numbers(self._latest_numbers[max(self._latest)])
         changed = self._latest[max(self._latest)]
         for (owner, key), own, value in zip(self._places, self._own, changed, strict=True):
             if own.shape == value.shape and own.dtype == value.dtype:

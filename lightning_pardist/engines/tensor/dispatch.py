@@ -111,6 +111,9 @@ class TensorRuntime:
         self.sequence_parallel = sequence_parallel
         self.fallbacks: dict[str, Fallback] = {}
         # Views that became copies, until the step ends: storage key -> (tensor on it, keys of its copies).
+        #: Unsplit parameters that were arguments of custom autograd functions, each with its plain tensor, by id.
+        self._of_functions: dict[int, tuple[DTensor, Tensor]] = {}
+        self._in_engine = False
         self._copied_views: dict[int, tuple[Tensor, set[int]]] = {}
         # Cache of rule outcomes by call: they depend only on shapes, layouts and plain values.
         self._known: dict[Any, Outcome] = {}
@@ -183,6 +186,17 @@ class TensorRuntime:
         Collective over the tensor group if there are any.
         """
         return pytree.tree_map_only((self.kind, DTensor), self._as_plain, tree)
+
+    def opened_for_function(self, parameter: DTensor) -> Tensor:
+        """Return a parameter as an argument of a custom autograd function, see :meth:`_open`.
+
+        The function's backward may run layers again and ask for their gradients with respect to its arguments
+        (``torchdiffeq.odeint_adjoint``): in backward, layers use the same plain tensor of an unsplit parameter.
+        """
+        opened = self._open(parameter)
+        if opened.requires_grad and not isinstance(opened, self.kind):
+            self._of_functions[id(parameter)] = parameter, opened
+        return opened
 
     def _as_plain(self, tensor: PartedTensor | DTensor) -> Tensor:
         if isinstance(tensor, self.kind):
@@ -314,6 +328,8 @@ class TensorRuntime:
 
         Collective over the group for partial DTensors, which DTensor has computed of parameters but not yet reduced.
         """
+        if self._in_engine and torch.is_grad_enabled() and id(parameter) in self._of_functions:
+            return self._of_functions[id(parameter)][1]
         if any(placement.is_partial() for placement in parameter.placements):
             return parameter.full_tensor()
         if parameter.device_mesh.ndim > 1:
@@ -652,8 +668,13 @@ def _gathered_outputs(
 def _inside_engine(mode: _Mode) -> Iterator[None]:
     """Keep the mode active while the autograd engine runs: activation checkpointing calls user code from there."""
     # Modes are thread-local: the engine's own threads for accelerators would run user code without it.
-    with patches.backward_inside(mode), torch.autograd.set_multithreading_enabled(False):
-        yield
+    runtime = mode.runtime
+    before, runtime._in_engine = runtime._in_engine, True
+    try:
+        with patches.backward_inside(mode), torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        runtime._in_engine = before
 
 
 def _involves_split_tensors(values: Any, kinds: tuple[type, ...]) -> bool:
@@ -752,7 +773,7 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> AbstractCon
         if cls.__module__.startswith("torch.distributed.") or only_keeps_inputs(cls):
             return apply(*args, **kwargs)
         if _involves_split_tensors(args, runtime.kinds):
-            opened = map_only(DTensor, runtime._open, args)
+            opened = map_only(DTensor, runtime.opened_for_function, args)
             if any(isinstance(leaf, runtime.kind) for leaf in pytree.tree_leaves(opened)):
                 runtime._remember(cls.__name__, "custom autograd function", opened)
             args = runtime.whole(opened)

@@ -271,3 +271,16 @@ def test_a_write_to_one_part_is_none_to_others():
     second.masked_fill_(second == 5, 0)
     found.backward()
     assert tokens[2, 1] == 0
+
+
+class Irreps(tuple):  # type: ignore[type-arg]
+    """Sequence that refuses ``len()``, as that of e3nn."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_sequences_without_a_length() -> None:
+    leaves, spec = flatten({"x": torch.ones(2), "irreps": Irreps((1, 2))})
+    assert leaves[1:] == [1, 2]
+    assert [*rebuild(spec, leaves)["irreps"]] == [1, 2]

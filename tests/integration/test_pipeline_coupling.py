@@ -1,0 +1,86 @@
+"""Pipelines with steps whose micro-batches agree with the batch in the trial, and not in training."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanAbsoluteError
+
+from tests.helpers.models import Base
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import quiet_trainer
+
+EXPERTS, BATCH, STEPS = 4, 8, 4
+
+
+def detached_ratio(outputs, scores, y):
+    first, second = F.mse_loss(outputs, y), F.l1_loss(outputs, y)
+    return first + second * (first / second).detach()
+
+
+def ratio_of_numbers(outputs, scores, y):
+    first, second = F.mse_loss(outputs, y), F.l1_loss(outputs, y)
+    return first + second * (first.item() / second.item())
+
+
+def variation_of_loads(outputs, scores, y):
+    loads = scores.softmax(1).sum(0)
+    return F.mse_loss(outputs, y) + 0.1 * loads.var() / (loads.mean() ** 2 + 1e-10)
+
+
+def load_balancing(outputs, scores, y):
+    """Loss of Mixtral, whose routers choose the same experts for all samples at first."""
+    probabilities = scores.softmax(1)
+    chosen = F.one_hot(probabilities.topk(2)[1], EXPERTS).double().mean(0)
+    return F.mse_loss(outputs, y) + 0.1 * EXPERTS * (chosen * probabilities.mean(0)[None]).sum()
+
+
+class Module(Base):
+    def __init__(self, loss):
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+        self.head, self.router = nn.Linear(6, 2), nn.Linear(6, EXPERTS)
+        self.error = MeanAbsoluteError()
+        self.loss = loss
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.body(batch[0])
+        outputs = self.head(hidden)
+        if self.loss is not additive or len(batch[0]) > 1:
+            # As in Lightning UQ Box.
+            self.error(outputs, batch[1])
+        return self.loss(outputs, self.router(hidden), batch[1])
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(2)
+        x = torch.randn(STEPS * BATCH, 6, generator=generator, dtype=torch.float64)
+        y = torch.randn(STEPS * BATCH, 2, generator=generator, dtype=torch.float64)
+        return DataLoader(TensorDataset(x, y * torch.linspace(0.2, 3, STEPS * BATCH)[:, None]), batch_size=BATCH)
+
+
+def _train(loss, strategy, devices):
+    torch.manual_seed(5)
+    module = Module(loss)
+    quiet_trainer(strategy=strategy, devices=devices, precision="64-true").fit(module)
+    return snapshot(module), float(module.error.compute())
+
+
+@pytest.mark.parametrize("loss", [detached_ratio, ratio_of_numbers, variation_of_loads, load_balancing])
+def test_trains_like_one_process(loss):
+    want, error = _train(loss, "auto", 1)
+    for weights, found in run_ranks(2, _train, loss, "pardist_pp", 2):
+        assert_close(weights, want, 1e-9)
+        assert found == pytest.approx(error)
+
+
+def additive(outputs, scores, y):
+    return F.mse_loss(outputs, y)
+
+
+def test_metrics_that_are_left_out_for_single_samples():
+    want, error = _train(additive, "auto", 1)
+    for weights, found in run_ranks(2, _train, additive, "pardist_pp", 2):
+        assert_close(weights, want, 1e-9)
+        assert found == pytest.approx(error)
