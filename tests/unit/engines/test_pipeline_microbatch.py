@@ -283,4 +283,4 @@ class Irreps(tuple):  # type: ignore[type-arg]
 def test_sequences_without_a_length() -> None:
     leaves, spec = flatten({"x": torch.ones(2), "irreps": Irreps((1, 2))})
     assert leaves[1:] == [1, 2]
-    assert [*rebuild(spec, leaves)["irreps"]] == [1, 2]
+    assert list(iter(rebuild(spec, leaves)["irreps"])) == [1, 2]
