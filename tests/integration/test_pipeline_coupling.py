@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
+from lightning_pardist.engines.pipeline import CannotPipelineError
 from tests.helpers.models import Base
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
@@ -84,3 +85,25 @@ def test_metrics_that_are_left_out_for_single_samples():
     for weights, found in run_ranks(2, _train, additive, "pardist_pp", 2):
         assert_close(weights, want, 1e-9)
         assert found == pytest.approx(error)
+
+
+class Forces(Module):
+    """Potential: its loss contains the gradient of an energy with respect to an input that all layers read."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].detach().requires_grad_()
+        hidden = x
+        for layer in self.body:
+            hidden = layer(hidden) + x
+        energy = self.head(hidden)
+        forces = torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+        return F.mse_loss(energy, batch[1]) + 0.01 * forces.square().mean()
+
+
+def _refused():
+    with pytest.raises(CannotPipelineError, match="The stages give a loss of"):
+        quiet_trainer(strategy="pardist_pp", devices=2, precision="64-true").fit(Forces(additive))
+
+
+def test_gradients_through_several_stages_are_refused_though_they_weigh_little():
+    run_ranks(2, _refused)
