@@ -301,7 +301,7 @@ class LossWeights:
         samples = BatchCut().samples_of(self._batch)
         ranks = self._group().size()
         terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting, gathers=True, ranks=ranks)
-        if not self._weighed:
+        if not self._weighed and self._setting == "auto":
             self._numbers_are_counts = not self._have_same_numbers(terms)
         terms = as_counts(terms) if self._numbers_are_counts else terms
         if loss is not None and ranks > 1:

@@ -115,6 +115,15 @@ def by_rank(logits, labels):
     return logits.pow(2).sum() / (2 + dist.get_rank())
 
 
+def over_a_constant(logits, labels):
+    return logits.pow(2).sum() / 100
+
+
+def by_python_weights(logits, labels):
+    weights = [1.0 + int(row.sum()) % 3 for row in labels]
+    return sum(w * row.pow(2).mean() for w, row in zip(weights, logits, strict=True)) / sum(weights)
+
+
 CALLS = itertools.count()
 
 
@@ -180,8 +189,9 @@ SINGLE = [ignored, class_weights, smoothed, masked, few, selected, guarded, adde
 SEVERAL = [two_terms, written, mixed, of_positives, of_nothing]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
 TOGETHER = [contrastive, in_pairs, contrastive_if_any_counts, mean_of_classes, mixed_up, normalized, *GATHERED]
+OF_NUMBERS = [over_a_constant, by_python_weights]
 TOGETHER += [by_rank, by_rank_from_the_second_step_on]
-LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *TOGETHER)}
+LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *OF_NUMBERS, *TOGETHER)}
 COUPLED = {loss.__name__ for loss in TOGETHER}
 
 
@@ -463,6 +473,12 @@ def test_samples_that_are_gathered_before_they_are_compared(loss, strategy):
 def test_what_ranks_make_of_their_samples_without_a_gradient_is_said_once(strategy, parts):
     said, *_ = run_ranks(2 * parts, _warned, EVEN, {}, strategy, "normalized", parts)
     assert sum("without a gradient (sum of a tensor of shape [4] over samples)" in each for each in said) == 1
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("loss", [loss.__name__ for loss in OF_NUMBERS])
+def test_numbers_that_divide_sums(loss, strategy):
+    _run(strategy, sizes=EVEN, module={"loss": loss})
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -298,8 +298,9 @@ class _Position:
         if not counts:
             counts = [each for each in divisors if _is_count_of(self.node, _number(each.value))]
         if not counts:
-            numbers = [number for each in divisors if (number := _number(each.value)) is not None]
-            term = replace(self.term("sum", what), number=math.prod(numbers), items=sizes[dim] if sizes else 0)
+            term = replace(
+                self.term("sum", what), number=_product_of_numbers(divisors), items=sizes[dim] if sizes else 0
+            )
             if self.nonlinear.startswith(_BY_SAMPLES):
                 # A factor of a sum is a constant.
                 term = replace(term, nonlinear="")
@@ -697,7 +698,12 @@ def as_counts(terms: Sequence[Term]) -> list[Term]:
 
 def _constant_divisor(term: Term) -> float:
     """Return the product of the Python numbers that divide a term above its own reduction."""
-    numbers = [_number(each.value) for each in term.divisors if each.at is not term.shared]
+    return _product_of_numbers([each for each in term.divisors if each.at is not term.shared])
+
+
+def _product_of_numbers(divisors: Sequence[_Divisor]) -> float:
+    """Return the product of the Python numbers that may be counts: no factors, such as weights of samples."""
+    numbers = [_number(each.value) for each in divisors if not each.rounded]
     return math.prod(number for number in numbers if number is not None)
 
 
