@@ -255,6 +255,8 @@ class StepRecorder:
         coupled = self._trial(sample).batch_coupling() if self._is_plan else self._loss.coupled
         if self.loss_weight != "auto" or (not coupled if self._is_plan else found.is_explained):
             return ""
+        # A micro-batch of one sample does not show it.
+        coupled = coupled or self._trial(sample).batch_coupling()
         return f"the loss compares the samples of a batch{f' ({coupled})' if coupled else ''}"
 
     @property
