@@ -192,7 +192,8 @@ TOGETHER = [contrastive, in_pairs, contrastive_if_any_counts, mean_of_classes, m
 OF_NUMBERS = [over_a_constant, by_python_weights]
 TOGETHER += [by_rank, by_rank_from_the_second_step_on]
 LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *OF_NUMBERS, *TOGETHER)}
-COUPLED = {loss.__name__ for loss in TOGETHER}
+#: Not additive over parts of any size.
+COUPLED = {loss.__name__ for loss in (*TOGETHER, by_python_weights)}
 
 
 class Module(pl.LightningModule):

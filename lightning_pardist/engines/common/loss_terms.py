@@ -672,7 +672,7 @@ def _counts(
     # A factor that equals the number of ranks makes up for their average.
     least = max(min(items, samples or items), 3)
     by_hand = any(ranks * number == 1 for _, number in numbers)
-    by_hand &= any(number >= least and not _is_power_of_ten(number) for _, number in numbers)
+    by_hand &= any(number >= least and not each.rounded and not _is_power_of_ten(number) for each, number in numbers)
     is_count = any(number < 1 for _, number in numbers) and (is_size(product) or by_hand)
     return [each for each, _ in numbers] if is_count else []
 
