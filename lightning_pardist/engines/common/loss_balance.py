@@ -118,13 +118,15 @@ def exchange(
         device: Device of the message.
     """
     values = values[:_VALUES]
-    names = [f"{term.kind} {term.what}" for term in terms if term.kind != "constant" and not term.is_zero]
+    names = [f"{term.kind} {term.what}" for term in terms if term.kind not in ("constant", "sum") and not term.is_zero]
+    # Of sums, ranks may have different numbers: one for each sample.
+    names += dict.fromkeys(f"sum {term.what}" for term in terms if term.kind == "sum")
     mark, votes = signature(names), float(present and bool(names))
     value_mark = signature([value.name for value in values])
     here, has_loss = float(present), float(present and bool(terms))
     head = [here, has_loss, votes, votes * mark, votes * mark**2, has_loss * samples]
-    sums = [term for term in terms if term.kind == "sum"]
-    numbers = math.fsum(place * term.number for place, term in enumerate(sums, start=1))
+    divisors = dict.fromkeys(term.number for term in terms if term.kind == "sum")
+    numbers = math.fsum(place * number for place, number in enumerate(divisors, start=1))
     head += [here * value_mark, here * value_mark**2, votes * numbers, votes * numbers**2]
     head += [here * settings, here * settings**2]
     shares = [1.0 if value.weight is None else value.weight for value in values]

@@ -687,13 +687,20 @@ def _is_power_of_ten(number: float) -> bool:
 
 
 def as_counts(terms: Sequence[Term]) -> list[Term]:
-    """Return terms in which numbers that divide sums, taken as constants so far, are counts."""
-    return [
-        replace(term, kind="mean", count=term.number, by_data=True, what=f"{term.what} divided by a number", number=1.0)
-        if term.kind == "sum" and term.number != 1
-        else term
-        for term in terms
-    ]
+    """Return terms in which numbers that divide sums, taken as constants so far, are counts.
+
+    Summands of one sum (losses of single samples) become one term, since ranks may have different numbers of them.
+    """
+    found: dict[object, Term] = {}
+    for index, term in enumerate(terms):
+        if term.kind != "sum" or term.number == 1:
+            found[index] = term
+            continue
+        what = f"{term.what} divided by a number"
+        mean = replace(term, kind="mean", count=term.number, by_data=True, what=what, number=1.0)
+        key = (what, term.number) if term.edges and term.element is None else index
+        found[key] = _merged(found[key], found[key], mean) if key in found else mean
+    return list(found.values())
 
 
 def _constant_divisor(term: Term) -> float:
