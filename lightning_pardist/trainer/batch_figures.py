@@ -130,8 +130,8 @@ class BatchFigures(TorchFunctionMode):
         results = [each for each in given_tensors(output) if type(each) is Tensor]
         if name == "detach" and given and given[0].requires_grad and not given[0].dim() and results:
             return self._detached(given[0], results[0])
-        if name in _READING and given and not given[0].dim():
-            self.was_read |= given[0] in self._marks or self._is_reduced(given[0])
+        if name in _READING and not self.was_read and given and not given[0].dim():
+            self.was_read = given[0] in self._marks or self._is_reduced(given[0])
         if not results:
             return None
         marked = [(each, self._marks[each]) for each in given if type(each) is Tensor and each in self._marks]

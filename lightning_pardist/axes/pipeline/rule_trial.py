@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_debug
+from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor
 
 from lightning_pardist.axes.pipeline.merged_values import increment_of
@@ -250,7 +250,7 @@ class RuleTrial:
                     if loss is not None and loss.requires_grad:
                         total += _gradient(loss, parameters) * weight
         except Exception as error:
-            rank_zero_debug(f"Whether the gradients of micro-batches add up is not known ({error}).")
+            rank_zero_info(f"Whether gradients of micro-batches add up to a batch's is unknown; it is split ({error}).")
             return True
         return relative_error(whole, total) <= tolerance
 
