@@ -147,14 +147,68 @@ def keep_unchanged_parameters() -> Iterator[None]:
         module.swap_tensors = before
 
 
+_Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+#: Replacements by the class or module and name that they are for. They are the same in each context: making them
+#: takes longer than putting them in place.
+_REPLACEMENTS: dict[tuple[Any, str], Any] = {}
+#: What an attribute was that its owner inherits.
+_INHERITED = object()
+
+
+class _Replaced:
+    """Attributes that are replaced, to be restored. Contexts of each training step replace some twenty of them."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def replace(self, name: str, wrap: _Wrap, *, of_torch: bool) -> None:
+        """Replace a method of tensors, and the function of the same name in ``torch`` if there is one."""
+        own = torch.Tensor.__dict__.get(name, _INHERITED)
+        setattr(torch.Tensor, name, _replacement(torch.Tensor, name, wrap))
+        self._before.append((torch.Tensor, name, own))
+        if of_torch and hasattr(torch, name):
+            self.replace_in(torch, name, wrap)
+
+    def replace_in(self, module: Any, name: str, wrap: _Wrap) -> None:
+        """Replace a function of a module."""
+        before = getattr(module, name)
+        setattr(module, name, _replacement(module, name, wrap))
+        self._before.append((module, name, before))
+
+    def restore(self) -> None:
+        """Restore all attributes."""
+        while self._before:
+            owner, name, before = self._before.pop()
+            if before is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+def _replacement(owner: Any, name: str, wrap: _Wrap) -> Any:
+    """Return what replaces an attribute; a new replacement if somebody else has replaced the attribute since."""
+    before = getattr(owner, name)
+    known = _REPLACEMENTS.get((owner, name))
+    if known is not None and known.__wrapped__ is before:
+        return known
+    after = _REPLACEMENTS[owner, name] = wrap(before)
+    # TorchScript has to recognise the replacement as well.
+    scripted = torch.jit._builtins._get_builtin_table()
+    if known is not None:
+        scripted.pop(id(known), None)
+    if id(before) in scripted:
+        scripted[id(after)] = scripted[id(before)]
+    return after
+
+
 #: Functions that bound a number from below.
 _FLOORS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum")
 _CASTS = ("float", "double", "to", "type", "type_as")
 _FLOOR, _CAST, _MASK = range(3)
 _Note = Callable[[torch.Tensor, torch.Tensor], None]
-#: Exit stack that undoes the changes of :func:`report_scalar_casts`, and the callbacks of the active contexts: for
+#: What :func:`report_scalar_casts` replaces, and the callbacks of the active contexts: for
 #: floors, for casts, and for casts of masks.
-_NOTING = contextlib.ExitStack()
+_NOTING = _Replaced()
 _NOTING_USERS: list[tuple[_Note, _Note, _Note | None]] = []
 _NOTING_LOCK = threading.Lock()
 
@@ -194,7 +248,7 @@ def report_scalar_casts(floored: _Note, cast: _Note, *, mask: _Note | None = Non
             for kind, names in ((_FLOOR, _FLOORS), (_CAST, _CASTS)):
                 for name in names:
                     wrap = functools.partial(noting, kind=kind, in_place=name.endswith("_"))
-                    _replace(name, wrap, _NOTING, of_torch=kind == _FLOOR)
+                    _NOTING.replace(name, wrap, of_torch=kind == _FLOOR)
         _NOTING_USERS.append(notes)
     try:
         yield
@@ -202,7 +256,7 @@ def report_scalar_casts(floored: _Note, cast: _Note, *, mask: _Note | None = Non
         with _NOTING_LOCK:
             _NOTING_USERS.remove(notes)
             if not _NOTING_USERS:
-                _NOTING.close()
+                _NOTING.restore()
 
 
 #: Functions of tensors that count or average, by the name that they are reported under.
@@ -229,9 +283,9 @@ ELEMENT_LOSSES = (
     "smooth_l1_loss",
     "huber_loss",
 )
-#: Exit stack that undoes the changes of :func:`report_reductions`, the names of what it replaces, and the callbacks by
+#: What :func:`report_reductions` replaces, the names of it, and the callbacks by
 #: thread; None inside of a call.
-_REDUCING = contextlib.ExitStack()
+_REDUCING = _Replaced()
 _REDUCING_NAMES: set[str] = set()
 _REDUCING_USERS: dict[int, Callable[..., None] | None] = {}
 
@@ -291,15 +345,15 @@ def report_reductions(note: Callable[..., None], *, arithmetic: bool) -> Iterato
                 is_operator = name.startswith("__")
                 writes = name.startswith("__i") if is_operator else name.endswith("_")
                 wrap = functools.partial(noting, name=kind, writes=writes)
-                _replace(name, wrap, _REDUCING, of_torch=not (is_operator or writes))
+                _REDUCING.replace(name, wrap, of_torch=not (is_operator or writes))
                 _REDUCING_NAMES.add(name)
         if arithmetic and "__setitem__" not in _REDUCING_NAMES:
-            _replace("__setitem__", noting_writes, _REDUCING, of_torch=False)
+            _REDUCING.replace("__setitem__", noting_writes, of_torch=False)
             _REDUCING_NAMES.add("__setitem__")
         functions = [(torch.nn.functional, name) for name in (*LABEL_LOSSES, *ELEMENT_LOSSES)]
         for module, name in [*functions, (torch, "stack")] if arithmetic else functions:
             if name not in _REDUCING_NAMES:
-                _replace_in(module, name, functools.partial(noting, name=name), _REDUCING)
+                _REDUCING.replace_in(module, name, functools.partial(noting, name=name))
                 _REDUCING_NAMES.add(name)
         _REDUCING_USERS[thread] = note
     try:
@@ -311,7 +365,7 @@ def report_reductions(note: Callable[..., None], *, arithmetic: bool) -> Iterato
             else:
                 _REDUCING_USERS[thread] = outer
             if not _REDUCING_USERS:
-                _REDUCING.close()
+                _REDUCING.restore()
                 _REDUCING_NAMES.clear()
 
 
@@ -327,45 +381,6 @@ def original_reductions() -> Iterator[None]:
     finally:
         for name, function in replaced.items():
             setattr(torch, name, function)
-
-
-_Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-#: Replacements by the class or module and name that they are for. They are the same in each context: making them
-#: takes longer than putting them in place.
-_REPLACEMENTS: dict[tuple[Any, str], Any] = {}
-
-
-def _replacement(owner: Any, name: str, wrap: _Wrap) -> tuple[Any, Any]:
-    """Return an attribute and what replaces it; a new replacement if somebody else has replaced the attribute since."""
-    before = getattr(owner, name)
-    after = _REPLACEMENTS.get((owner, name))
-    if after is None or after.__wrapped__ is not before:
-        after = _REPLACEMENTS[owner, name] = wrap(before)
-    return before, after
-
-
-def _replace(name: str, wrap: _Wrap, undo: contextlib.ExitStack, *, of_torch: bool) -> None:
-    """Replace a method of tensors, and the function of the same name in ``torch`` if there is one."""
-    own = torch.Tensor.__dict__.get(name)
-    setattr(torch.Tensor, name, _replacement(torch.Tensor, name, wrap)[1])
-    if own is None:
-        # The original is a method of a C base class.
-        undo.callback(delattr, torch.Tensor, name)
-    else:
-        undo.callback(setattr, torch.Tensor, name, own)
-    if of_torch and hasattr(torch, name):
-        _replace_in(torch, name, wrap, undo)
-
-
-def _replace_in(module: Any, name: str, wrap: _Wrap, undo: contextlib.ExitStack) -> None:
-    before, after = _replacement(module, name, wrap)
-    setattr(module, name, after)
-    undo.callback(setattr, module, name, before)
-    # TorchScript has to recognise the replacement as well.
-    scripted = torch.jit._builtins._get_builtin_table()
-    if id(before) in scripted:
-        scripted[id(after)] = scripted[id(before)]
-        undo.callback(scripted.pop, id(after), None)
 
 
 def _is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:

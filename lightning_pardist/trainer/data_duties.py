@@ -206,10 +206,11 @@ class DataParallelDuties:
 
         Not collective.
         """
-        module, samples = self.context.module, BatchCut().samples_of(batch)
+        module = self.context.module
         looks, self._looks_for_figures = self._looks_for_figures, False
+        samples = BatchCut().samples_of(batch) if looks else None
         # A torch function mode would be traced into compiled functions.
-        if not looks or module is None or samples is None or any(map(is_closed, module.modules())):
+        if module is None or samples is None or any(map(is_closed, module.modules())):
             yield
             return
         pairs = SamplePairs(batch, samples)

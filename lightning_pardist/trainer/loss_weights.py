@@ -307,7 +307,7 @@ class LossWeights:
         if loss is not None and ranks > 1:
             self._log_terms(loss, terms)
         terms = agreed_terms(terms, self._agree, self._device)
-        entries = self._values(loss, terms, noted)
+        entries = self._values(loss, terms, noted, samples)
         self._before()
         found = exchange(
             terms,
@@ -402,10 +402,11 @@ class LossWeights:
         results = logged(self._trainer)
         return None if results is None else results.get(f"training_step.{name}")
 
-    def _values(self, loss: Tensor | None, terms: list[Term], noted: list[_Logged]) -> list[tuple[_Logged, Value]]:
-        """Return the logged means and sums whose weights are known."""
+    def _values(
+        self, loss: Tensor | None, terms: list[Term], noted: list[_Logged], samples: int | None
+    ) -> list[tuple[_Logged, Value]]:
+        """Return the logged means and sums whose weights are known, of a batch with this number of samples."""
         found: dict[str, tuple[_Logged, Value]] = {}
-        samples = BatchCut().samples_of(self._batch)
         values = [*(each.value for each in noted), *self._losses]
         unknown = counted = False
         for each in noted:

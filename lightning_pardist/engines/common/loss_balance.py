@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_terms import Term
+
+#: A float on the host, or a tensor of no dims on a device: the arithmetic below is that of both.
+Number = Any
 
 #: Maximum number of means with their own counts in the message; further ones are weighted by samples.
 _MEANS = 24
@@ -130,18 +133,21 @@ def exchange(
     head += [here * value_mark, here * value_mark**2, votes * numbers, votes * numbers**2]
     head += [here * settings, here * settings**2]
     shares = [1.0 if value.weight is None else value.weight for value in values]
-    own = _message([*head, *_table(terms), *_padded(shares, _VALUES)], device)
-    own[_HEAD:] *= here
+    weights = [_number(share, device) * here for share in shares]
     # Skip zero-weight parts: a mean over no items is NaN.
-    parts = own.new_zeros(_VALUES)
-    if values:
-        weights = own[-_VALUES:][: len(values)]
-        parts[: len(values)] = torch.where(weights == 0, 0.0, weights * _stacked(values, own))
-    own = torch.cat([own, parts, _makeup(terms, own) * here])
-    total = own.clone()
+    parts = [
+        _where(weight == 0, 0.0, weight * _number(value.value, device))
+        for weight, value in zip(weights, values, strict=True)
+    ]
+    counts = [_number(count, device) * here for count in _table(terms)]
+    makeup = [number * here for number in _makeup(terms, counts)]
+    own = [*head, *counts, *_padded(weights, _VALUES), *_padded(parts, _VALUES), *makeup]
+    total = _message(own, device)
     if group is not None:
         dist.all_reduce(total, group=group)
-    return _balance(terms, values, own, total, 1 if group is None else group.size())
+    # Arithmetic on a dozen Python numbers takes a fraction of the time of as many operators.
+    sums = total.tolist() if device.type == "cpu" else total
+    return _balance(terms, values, own, sums, 1 if group is None else group.size(), device)
 
 
 def _places(terms: Sequence[Term]) -> tuple[list[int], bool]:
@@ -159,9 +165,9 @@ def _places(terms: Sequence[Term]) -> tuple[list[int], bool]:
     return places, places == wanted and len(means) < _SIZES
 
 
-def _table(terms: Sequence[Term], what: Literal["count", "surplus"] = "count") -> list[Tensor | float]:
+def _table(terms: Sequence[Term], what: Literal["count", "surplus"] = "count") -> list[Number]:
     """Return the counts of the means, or their surpluses, each in its slot."""
-    found: list[Tensor | float] = [0.0] * _COUNTS
+    found: list[Number] = [0.0] * _COUNTS
     means = [term for term in terms if term.kind == "mean"]
     for place, term in zip(_places(terms)[0], means, strict=False):
         found[place] = getattr(term, what)
@@ -172,18 +178,18 @@ def _table(terms: Sequence[Term], what: Literal["count", "surplus"] = "count") -
 _BASE = 2.0**16
 
 
-def _makeup(terms: Sequence[Term], like: Tensor) -> Tensor:
+def _makeup(terms: Sequence[Term], counts: Sequence[Number]) -> list[Number]:
     """Return the number of means with a positive count, one-hot, and flags for collisions, sums and other terms."""
     places, apart = _places(terms)
-    sizes: list[Tensor | float] = [0.0] * _SIZES
-    if apart and like.device.type == "cpu":
-        counts = like[_HEAD : _HEAD + _COUNTS].tolist()
-        sizes[sum(counts[place] > 0 for place in places)] = 1.0
-    elif apart:
-        counted = (like[_HEAD : _HEAD + _COUNTS] > 0).sum()
-        sizes = list((torch.arange(_SIZES, device=like.device) == counted).to(like).unbind())
+    sizes: list[Number] = [0.0] * _SIZES
+    if apart:
+        counted = sum(counts[place] > 0 for place in places)
+        if isinstance(counted, Tensor):
+            sizes = list((torch.arange(_SIZES, device=counted.device) == counted).to(torch.float64).unbind())
+        else:
+            sizes[counted] = 1.0
     others = [float(any(term.kind == kind for term in terms)) for kind in ("sum", "other")]
-    return _message([*sizes, float(not apart) + _BASE * others[0] + _BASE**2 * others[1]], like.device)
+    return [*sizes, float(not apart) + _BASE * others[0] + _BASE**2 * others[1]]
 
 
 @dataclass(frozen=True)
@@ -219,7 +225,7 @@ def scale_gradients(terms: Sequence[Term], factors: Tensor) -> Scaling:
     """
     found = Scaling()
     on_host = factors.device.type == "cpu"
-    scales: list[Tensor | float] = factors.tolist() if on_host else list(factors.unbind())
+    scales: list[Number] = factors.tolist() if on_host else list(factors.unbind())
     for first, several, without in _merged_elements(terms, factors):
         found.others.extend(_scale_one_by_one(found, first, several, without))
     for term, factor in zip(terms, scales, strict=True):
@@ -339,87 +345,125 @@ def _zeros_at(
     return (*into[:place], *_zeros_if(empty, into[place : place + 1]), *into[place + 1 :])
 
 
-def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total: Tensor, ranks: int) -> Balance:
+def _balance(
+    terms: Sequence[Term],
+    values: Sequence[Value],
+    own: Sequence[Number],
+    total: Sequence[Number] | Tensor,
+    ranks: int,
+    device: torch.device,
+) -> Balance:
     alike = total[2] * total[4] == total[3] ** 2
     # The count of a rank without a loss is unknown: all ranks are weighted equally, that rank with a loss of zero.
     complete = total[0] == total[1]
-    by_samples = own[0] * torch.where(complete, _factor(own[5], total[5], ranks), 1.0)
-    agreed = alike
-    if alike.device.type != "cpu" or not alike:
-        agreed = alike | _is_nested(total)
-    counts = slice(_HEAD, _HEAD + _COUNTS)
-    surplus = _message(_table(terms, "surplus"), own.device)
-    # A single process clamps the total count from below as well.
-    divisors = own[counts] + surplus
-    wholes = torch.where(surplus > 0, torch.maximum(total[counts], divisors), total[counts])
-    by_count = torch.where(agreed & complete, own[0] * _factor(divisors, wholes, ranks), by_samples)
+    by_samples = own[0] * _where(complete, _factor(own[5], total[5], ranks), 1.0)
+    agreed = alike if alike is True else alike | _is_nested(total)
+    exact = agreed & complete
     places = iter(_places(terms)[0])
-    factors, totals = [], []
+    factors: list[Number] = []
+    totals: list[Number] = []
     for term in terms:
         factor, counted = by_samples, total[5]
         place = next(places, None) if term.kind == "mean" else None
         if place is not None:
-            factor, counted = by_count[place], wholes[place]
+            divisor, counted = own[_HEAD + place], total[_HEAD + place]
+            surplus = _number(term.surplus, device)
+            if isinstance(surplus, Tensor) or surplus > 0:
+                # A single process clamps the total count from below as well.
+                divisor = divisor + surplus
+                counted = _where(surplus > 0, _where(divisor > counted, divisor, counted), counted)
+            factor = _where(exact, own[0] * _factor(divisor, counted, ranks), by_samples)
         elif term.kind == "sum":
             factor = own[0] * ranks
         elif term.kind == "constant":
-            factor = torch.ones_like(by_samples)
+            factor = 1.0
         factors.append(factor)
         totals.append(counted)
-    none = total.new_empty(0)
+    same_numbers = abs(total[2] * total[9] - total[8] ** 2) <= 1e-9 * total[8] ** 2
     return Balance(
-        torch.stack(factors) if factors else none,
-        _combined(values, own, total),
-        agreed,
-        torch.stack(totals) if totals else none,
-        total[5],
-        ~alike | ((total[2] * total[9] - total[8] ** 2).abs() <= 1e-9 * total[8] ** 2),
-        total[0] * total[11] == total[10] ** 2,
+        _message(factors, device),
+        _message(_combined(values, own, total, device), device),
+        _tensor(agreed, device),
+        _message(totals, device),
+        _tensor(total[5], device),
+        _tensor(alike, device).logical_not() | _tensor(same_numbers, device),
+        _tensor(total[0] * total[11] == total[10] ** 2, device),
     )
 
 
-def _is_nested(total: Tensor) -> Tensor:
+def _is_nested(total: Sequence[Number] | Tensor) -> Any:
     """Return whether one rank has all terms and others have subsets of them, such as where no item was counted."""
-    sizes, others = total[-1 - _SIZES : -1], total[-1]
-    most = (torch.arange(_SIZES, device=total.device) * (sizes > 0)).max()
-    nested = (others % _BASE == 0) & ((total[_HEAD : _HEAD + _COUNTS] > 0).sum() == most)
+    most, counted = _last_positive(total[-1 - _SIZES : -1]), _positives(total[_HEAD : _HEAD + _COUNTS])
+    others = total[-1]
+    nested = (others % _BASE == 0) & (counted == most)
     for kind in (others // _BASE % _BASE, others // _BASE**2):
         nested &= (kind == 0) | (kind == total[2])
     return nested
 
 
-def _combined(values: Sequence[Value], own: Tensor, total: Tensor) -> Tensor:
-    if not values:
-        return total.new_empty(0)
-    begin = _HEAD + _COUNTS
-    weights, parts = total[begin : begin + len(values)], total[begin + _VALUES :][: len(values)]
-    sums = _message([float(value.weight is None) for value in values], total.device)
+def _combined(
+    values: Sequence[Value], own: Sequence[Number], total: Sequence[Number] | Tensor, device: torch.device
+) -> list[Number]:
+    """Return each value over the samples of all ranks."""
     # If no rank's batch counts, or counts for a value, each rank keeps its own values.
     alike = (total[0] > 0) & (total[0] * total[7] == total[6] ** 2)
-    known = alike & ((sums > 0) | (weights != 0))
-    return torch.where(known, torch.where(sums > 0, parts, parts / weights), _stacked(values, own))
+    found: list[Number] = []
+    for place, value in enumerate(values, start=_HEAD + _COUNTS):
+        weight, part = total[place], total[place + _VALUES]
+        kept = _number(value.value, device)
+        if value.weight is None:
+            found.append(_where(alike, part, kept))
+        else:
+            found.append(_where(alike & (weight != 0), part / _where(weight == 0, 1.0, weight), kept))
+    return found
 
 
-def _factor(own: Tensor, total: Tensor, ranks: int) -> Tensor:
+def _factor(own: Number, total: Number, ranks: int) -> Number:
     # Exactly 1 if the ranks' counts are equal.
-    return torch.where(total > 0, own * ranks / total, 1.0)
+    return _where(total > 0, own * ranks / _where(total > 0, total, 1.0), 1.0)
 
 
-def _stacked(values: Sequence[Value], like: Tensor) -> Tensor:
-    return torch.stack([value.value.detach().to(like).squeeze() for value in values])
+def _positives(numbers: Any) -> Number:
+    return (numbers > 0).sum() if isinstance(numbers, Tensor) else sum(number > 0 for number in numbers)
 
 
-def _padded(numbers: Sequence[Tensor | float], length: int) -> list[Tensor | float]:
+def _last_positive(numbers: Any) -> Number:
+    """Return the index of the last positive number; 0 if there is none."""
+    if isinstance(numbers, Tensor):
+        return (torch.arange(len(numbers), device=numbers.device) * (numbers > 0)).max()
+    return max((index for index, number in enumerate(numbers) if number > 0), default=0)
+
+
+def _where(condition: Any, yes: Number, no: Number) -> Number:
+    """Return ``yes`` if the condition holds, else ``no``, as :func:`torch.where` of numbers on the host as well."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, yes, no)
+    return yes if condition else no
+
+
+def _number(value: Number, device: torch.device) -> Number:
+    """Return a number in 64 bits, on the host if the device is the CPU, without synchronization."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    return value.item() if device.type == "cpu" else value.detach().to(device, torch.float64).squeeze()
+
+
+def _tensor(value: Number | bool, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else torch.float64, device=device)
+
+
+def _padded(numbers: Sequence[Number], length: int) -> list[Number]:
     return [*numbers, *[0.0] * (length - len(numbers))]
 
 
-def _message(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
+def _message(numbers: Sequence[Number], device: torch.device) -> Tensor:
     """Pack numbers of host and device into one tensor on the device, without synchronization."""
+    if numbers and all(isinstance(each, Tensor) for each in numbers):
+        return torch.stack(list(numbers))
     message = torch.tensor([0.0 if isinstance(each, Tensor) else each for each in numbers], dtype=torch.float64)
     if device.type == "cpu":
-        for index, each in enumerate(numbers):
-            if isinstance(each, Tensor):
-                message[index] = each.item()
         return message
     message = message.pin_memory().to(device, non_blocking=True)
     for index, each in enumerate(numbers):
