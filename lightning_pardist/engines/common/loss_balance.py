@@ -33,10 +33,12 @@ _MEANS = 24
 _COUNTS, _SIZES = 31, 6
 #: Maximum number of values other than losses in the message.
 _VALUES = 16
-#: Number of header fields: participating ranks, ranks with a loss, ranks with terms, signature of the terms and its
-#: square, samples, signature of the values and its square, Python numbers that divide sums and their square, signature
-#: of the optimizers' settings and its square, ranks whose counts have changed.
-_HEAD = 13
+#: Number of header fields: participating ranks, ranks with a loss and (times _BASE) those whose counts have changed,
+#: ranks with terms, signature of the terms and its square, samples, signature of the values and its square, Python
+#: numbers that divide sums and their square, signature of the optimizers' settings and its square.
+_HEAD = 12
+#: Base to encode several numbers of ranks in one, for fewer ranks than this.
+_BASE = 2.0**16
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Exchange:
 
     def num_changed(self) -> Number:
         """Return the number of ranks that have sent that their counts changed."""
-        return self._sums()[_HEAD - 1]
+        return self._sums()[1] // _BASE
 
     def same_settings(self) -> Any:
         """Return whether all ranks have sent the same ``settings``."""
@@ -229,11 +231,11 @@ def begin_exchange(
     mark, votes = signature(names), float(present and bool(names))
     value_mark = signature([value.name for value in values])
     here, has_loss = float(present), float(present and bool(terms))
-    head = [here, has_loss, votes, votes * mark, votes * mark**2, has_loss * samples]
+    head = [here, has_loss + _BASE * changed, votes, votes * mark, votes * mark**2, has_loss * samples]
     divisors = dict.fromkeys(term.number for term in terms if term.kind == "sum")
     numbers = math.fsum(place * number for place, number in enumerate(divisors, start=1))
     head += [here * value_mark, here * value_mark**2, votes * numbers, votes * numbers**2]
-    head += [here * settings, here * settings**2, float(changed)]
+    head += [here * settings, here * settings**2]
     shares = [1.0 if value.weight is None else value.weight for value in values]
     weights = [_number(share, device) * here for share in shares]
     # Skip zero-weight parts: a mean over no items is NaN.
@@ -269,10 +271,6 @@ def _table(terms: Sequence[Term], what: Literal["count", "surplus"] = "count") -
     for place, term in zip(_places(terms)[0], means, strict=False):
         found[place] = getattr(term, what)
     return found
-
-
-#: Base to encode three numbers of ranks in one (colliding names, sums, other terms), for fewer ranks than this.
-_BASE = 2.0**16
 
 
 def _makeup(terms: Sequence[Term], counts: Sequence[Number]) -> list[Number]:
@@ -473,7 +471,7 @@ def _factors(
     """Return each term's factor and total count, and whether the ranks' terms are equal, or subsets of one rank's."""
     alike = total[2] * total[4] == total[3] ** 2
     # The count of a rank without a loss is unknown: all ranks are weighted equally, that rank with a loss of zero.
-    complete = total[0] == total[1]
+    complete = total[0] == total[1] % _BASE
     by_samples = own[0] * _where(complete, _factor(own[5], total[5], ranks), 1.0)
     agreed = alike if alike is True else alike | _is_nested(total)
     exact = agreed & complete
