@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -165,12 +165,12 @@ def _places(terms: Sequence[Term]) -> tuple[list[int], bool]:
     return places, places == wanted and len(means) < _SIZES
 
 
-def _table(terms: Sequence[Term], what: Literal["count", "surplus"] = "count") -> list[Number]:
-    """Return the counts of the means, or their surpluses, each in its slot."""
+def _table(terms: Sequence[Term]) -> list[Number]:
+    """Return the counts of the means, each in its slot."""
     found: list[Number] = [0.0] * _COUNTS
     means = [term for term in terms if term.kind == "mean"]
     for place, term in zip(_places(terms)[0], means, strict=False):
-        found[place] = getattr(term, what)
+        found[place] = term.count
     return found
 
 
