@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Iterable
 from types import FrameType
 
+from lightning_pardist.engines.common.collective_record import named
+
 #: Share of one core below which a process counts as idle: its watchdog uses some, too.
 _IDLE_SHARE = 0.1
 #: Bytes per second below which a process counts as not sending: its watchdog sends some, too.
@@ -72,8 +74,7 @@ def places(stacks: dict[int, str]) -> str:
         ranks_at.setdefault(stack, []).append(rank)
     shown = []
     for stack, ranks in ranks_at.items():
-        numbers = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-        shown.append(f"Rank {numbers} waits in:\n{_tail(stack)}")
+        shown.append(f"{named(ranks)} waits in:\n{_tail(stack)}")
     return "\n".join(shown)
 
 

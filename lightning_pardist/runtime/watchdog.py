@@ -32,6 +32,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_pardist.compat.process_groups import PrefixStore, Store
+from lightning_pardist.engines.common.collective_record import first_difference, recorded
 from lightning_pardist.runtime.failure_text import format_failure
 from lightning_pardist.runtime.hang_diagnosis import (
     SUSPENDED_S,
@@ -56,7 +57,7 @@ _BLOCKED_GRACE_S = 2.0
 _MOST_ASKED = 2
 _ECHO = re.compile(
     r"gloo|NCCL|Connection (closed|reset)|Socket Timeout|Broken pipe|recvValue failed|sendBytes failed|wait timeout"
-    r"|timed out|Timed out|connection to .* lost",
+    r"|timed out|Timed out|Application timeout|connection to .* lost",
 )
 
 _TIMEOUT = re.compile("timeout|timed out", re.IGNORECASE)
@@ -385,6 +386,7 @@ class Watchdog:
         standing = waits_in_collective(stack)
         if standing != self._is_stalled:
             self._is_stalled = standing
+            self._store.set(f"record/{self.rank}", recorded() if standing else "")
             self._store.set(f"standing/{self.rank}", stack if standing else "")
         if self.rank != 0 or not standing:
             return
@@ -404,7 +406,14 @@ class Watchdog:
                 " (heartbeat_timeout_s), and nothing is sent: they differ in what they send or expect there, such as"
                 " the number or the shapes of tensors."
             )
-        self._publish(FailureReport(-1, "?", f"{text}{advice(stacks.values())}\n{places(stacks)}"))
+        difference = self._first_difference()
+        self._publish(FailureReport(-1, "?", f"{text}{advice(stacks.values())}\n{difference}{places(stacks)}"))
+
+    def _first_difference(self) -> str:
+        """Return a text on the first collective that differs between ranks; empty if none is known to."""
+        records = self._store.multi_get([f"record/{rank}" for rank in range(self.world_size)])
+        text = first_difference({rank: record.decode() for rank, record in enumerate(records) if record})
+        return text and f"{text}\n"
 
     def _patience_s(self) -> float:
         if self._failing.is_set():

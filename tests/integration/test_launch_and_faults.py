@@ -68,8 +68,9 @@ def test_killed_first_rank_leaves_nobody_behind():
     assert "rank 0" in finished.output or "is gone" in finished.output, finished.output
 
 
-def test_hanging_rank_is_found_and_its_place_shown():
-    finished = run_script(TRAIN, "pardist_ddp", "2", "hang", "1")
+@pytest.mark.parametrize("fault", ["hang", "hang in backward"])
+def test_hanging_rank_is_found_and_its_place_shown(fault):
+    finished = run_script(TRAIN, "pardist_ddp", "2", fault, "1")
     assert finished.code == 1
     report = finished.output[finished.output.rindex("The job ended because rank 1") :]
     assert "time.sleep(600)" in report, finished.output

@@ -51,7 +51,10 @@ class Module(pl.LightningModule):
         inputs = self.before(batch[0])
         if batch_idx == 3 and self.fault == "layer" and self.global_rank == self.fault_rank:
             inputs = self.before(inputs)
-        return F.cross_entropy(self.net(inputs), batch[1])
+        outputs = self.net(inputs)
+        if batch_idx == 3 and self.fault == "hang in backward" and self.global_rank == self.fault_rank:
+            outputs.register_hook(lambda grad: time.sleep(600))
+        return F.cross_entropy(outputs, batch[1])
 
     def validation_step(self, batch, batch_idx):
         self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
@@ -67,7 +70,7 @@ def main() -> None:
     if fault == "sleep before" and os.environ.get("LOCAL_RANK") == fault_rank:
         print("sleeping", flush=True)
         time.sleep(600)
-    timeout_s = 8.0 if fault == "hang" else 60.0
+    timeout_s = 8.0 if fault.startswith("hang") else 60.0
     heartbeat_timeout_s = 5.0 if fault in ("desync", "stop", "stuck", "layer") else 60.0
     if strategy == "pardist_ddp":
         strategy = lightning_pardist.DDPStrategy(timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)

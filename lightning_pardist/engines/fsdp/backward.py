@@ -239,7 +239,7 @@ class BackwardRuntime:
         self.written = WrittenValues(sequencer, self._names)
         self.replicated_used: set[str] = set()
         self.handles: list[RemovableHandle] = []
-        sequencer.join = self.join_collective
+        sequencer.join, sequencer.name_of = self.join_collective, self._name_of
         for unit in units:
             self._install(unit)
         for name, whole in replicated.items():
@@ -594,6 +594,13 @@ class BackwardRuntime:
                     offset += gradient.numel()
 
     # -- joining other ranks' collectives
+
+    def _name_of(self, index: int) -> str:
+        """Return the name of the unit or tiled layer whose collectives have this index."""
+        if index < len(self.units):
+            return self.units[index].unit.name or "the parameters outside of other units"
+        layers = (tiled.name for tiled in reversed(self.tiled) if tiled.first_index <= index)
+        return next(layers, "a layer of experts")
 
     def join_collective(self, kind: int, index: int) -> None:
         """Take part in a collective that another rank needs and this one does not. Collective over the shard group."""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from lightning_pardist.engines.common.collective_record import CollectiveRecord
+
 #: Kinds of collectives.
 GATHER, REDUCE = 0, 1
 _DONE = -1
@@ -37,6 +39,9 @@ class CollectiveSequencer:
         self.sequence = 0
         self.diverged = False
         self.join: Callable[[int, int], None] = _join_nothing
+        #: Returns the name of the unit with this index.
+        self.name_of: Callable[[int], str] = str
+        self._record = CollectiveRecord(dist.get_process_group_ranks(group), self._describe)
         self._answering = False
         self._later: list[int] = []
 
@@ -48,6 +53,11 @@ class CollectiveSequencer:
             self._round(2 * index + kind)
         else:
             self.sequence = (self.sequence * 1000003 + 2 * index + kind + 1) & _MASK
+            self._record.add(2 * index + kind)
+
+    def _describe(self, code: int) -> str:
+        index, kind = divmod(code, 2)
+        return f"{'gathers' if kind == GATHER else 'reduces the gradients of'} {self.name_of(index)}"
 
     def wait_for_all(self) -> None:
         """Join the other ranks' collectives until no rank needs any more. Collective over the group."""
