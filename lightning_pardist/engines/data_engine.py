@@ -42,6 +42,11 @@ class DataEngine(Protocol):
         """Whether any rank holds synchronised gradients, even if this rank's shard holds none of them."""
         ...
 
+    @property
+    def scales_reduced_gradients(self) -> bool:
+        """Whether a factor on all gradients may be applied to :meth:`local_grads` after the reduction."""
+        ...
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients inside the context without synchronising them."""
         ...

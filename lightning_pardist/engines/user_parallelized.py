@@ -149,6 +149,11 @@ class UserParallelizedEngine:
         """Whether any parameter has a gradient; after averaging, the same on every rank of the data axis."""
         return any(param.grad is not None for param in self.module.parameters())
 
+    @property
+    def scales_reduced_gradients(self) -> bool:
+        """Whether a factor on all gradients may be applied after the reduction, which the module does itself."""
+        return False
+
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
         """Accumulate gradients inside the context without synchronising them."""

@@ -48,6 +48,7 @@ from lightning_pardist.engines.common.allocator import keep_freed_memory
 from lightning_pardist.engines.common.compilation import Backend, Compile
 from lightning_pardist.engines.common.floored_counts import noted_floors
 from lightning_pardist.engines.common.full_tensor_updates import updates_of
+from lightning_pardist.engines.common.gradient_math import scale_
 from lightning_pardist.engines.common.held_tensors import mark_held
 from lightning_pardist.engines.common.loss_setting import LossWeight, check_loss_weight
 from lightning_pardist.engines.common.memory import HeldBytes, held_bytes
@@ -686,6 +687,8 @@ class PardistStrategy(ParallelStrategy):
         self.pre_backward(closure_loss)
         if not module.automatic_optimization and self.data_duties.loss_weights is not None:
             self.data_duties.loss_weights.before_manual_backward(closure_loss)
+        elif self.data_duties.loss_weights is not None:
+            self.data_duties.loss_weights.before_backward(accumulates=self.data_engine.has_gradients)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         # Gradients must be complete before post_backward, whose hooks expose them to the user.
         with ExitStack() as around:
@@ -698,12 +701,22 @@ class PardistStrategy(ParallelStrategy):
             run()
         if not module.automatic_optimization and self.data_duties.loss_weights is not None:
             self.data_duties.loss_weights.after_manual_backward()
+        else:
+            self._weigh_reduced()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         if not module.automatic_optimization and self.data_engine.is_reduced:
             # The user may clip these gradients manually before the optimizer step.
             self._gradients_reduced()
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _weigh_reduced(self) -> None:
+        """Multiply the reduced gradients by a factor of the loss that was not known before backward."""
+        weights, engine, module = self.data_duties.loss_weights, self.data_engine, self.lightning_module
+        if weights is None or engine is None or module is None:
+            return
+        if (factor := weights.after_backward()) != 1.0:
+            scale_(engine.local_grads(module.parameters()), torch.tensor(factor, dtype=torch.float64))
 
     def _gradients_reduced(self) -> None:
         for axis in self.axes:
@@ -753,7 +766,10 @@ class PardistStrategy(ParallelStrategy):
             return result
         late = not engine.is_reduced
         if late:
+            if self.data_duties.loss_weights is not None:
+                self.data_duties.loss_weights.before_backward(accumulates=engine.has_gradients)
             engine.reduce()
+            self._weigh_reduced()
         self._gradients_reduced()
         if late and result is None and engine.has_gradients:
             # With None a gradient scaler would skip this step, unlike on the ranks with a loss.

@@ -25,9 +25,13 @@ from lightning_pardist.engines.common.batch_dim import ADDITIONS
 from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_balance import (
     Balance,
+    Counts,
+    Exchange,
     Scaling,
     Value,
     agreed_terms,
+    begin_exchange,
+    counts_of,
     exchange,
     scale_gradients,
     signature,
@@ -38,6 +42,7 @@ from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term, as_counts, find_terms, weight_of
 from lightning_pardist.engines.common.mean_counts import MeanCounts
+from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.fsdp.fsdp_units import original_class
 from lightning_pardist.engines.pipeline import find_loss
 from lightning_pardist.engines.pipeline.cut import BatchCut
@@ -175,8 +180,40 @@ class _Logged:
     samples_before: Tensor | int
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step whose counts are being exchanged.
+
+    Attributes:
+        exchange: The exchange.
+        counts: This rank's counts; None if its loss is not a single mean.
+        changed: Whether they may differ from those of the step before.
+        loss: The loss; None if the step had none.
+        terms: Its terms.
+        samples: Number of samples in the batch.
+        entries: Logged values that are combined.
+        noted: All logged values.
+    """
+
+    exchange: Exchange
+    counts: Counts | None
+    changed: bool
+    loss: Tensor | None
+    terms: list[Term]
+    samples: float
+    entries: list[tuple[_Logged, Value]]
+    noted: list[_Logged]
+
+
 class LossWeights:
     """Weights the losses of ranks that see different samples, and combines the values that their steps log.
+
+    [Note: backward before the counts are known] The factor on a rank's gradient depends on the counts of all ranks. As
+    long as these are the same in each step, all factors are 1, and on CPU backward runs while the counts are exchanged.
+    If this turns out wrong in a step, such as on a smaller last batch, the ranks whose counts c are those of the step
+    before have a common factor F = R c / N. All ranks multiply the reduced gradients by it, and those whose counts
+    changed, which know it, have waited and scaled their loss by their own factor over F. Gradients that accumulate are
+    weighted before backward.
 
     Args:
         trainer: Trainer that runs ``fit``.
@@ -212,6 +249,7 @@ class LossWeights:
         self._loss_count = loss_count
         #: Weight and sample count of the latest loss, and whether the latest step had a loss.
         self._own, self._has_loss = _UNWEIGHED, True
+        self._own_before = self._own
         self._trainer = trainer
         self._setting = setting
         self._group = group
@@ -225,6 +263,14 @@ class LossWeights:
         self._same_numbers: Tensor | None = None
         self._same_settings: Tensor | None = None
         self._weighed = 0
+        #: The step that is being exchanged, and the factor by which its reduced gradients are multiplied.
+        self._step: _Step | None = None
+        self._common = 1.0
+        #: This rank's counts in the step before, whether all factors were 1, and the counts if no rank's changed.
+        self._counts_before: Counts | None = None
+        self._group_before: dist.ProcessGroup | None = None
+        self._were_even = False
+        self._steady: Counts | None = None
         #: Whether the numbers that divided sums in the first step were counts, since they differed between ranks.
         self._numbers_are_counts = False
         self._batch: Any = None
@@ -261,6 +307,7 @@ class LossWeights:
         self._weighs = (self._setting != "ranks" and self._group().size() > 1) or counts is not None
         self._batch, self._counts = batch, counts is not False
         self._own, self._has_loss = _UNWEIGHED, True
+        self._step, self._common = None, 1.0
         if not self._weighs:
             return run()
         self._logged, self._losses, self._known = [], [], {}
@@ -275,6 +322,31 @@ class LossWeights:
         self._weigh(find_loss(output) if self._trainer.lightning_module.automatic_optimization else None, noted)
         self._losses, self._known = [], {}
         return output
+
+    def before_backward(self, *, accumulates: bool) -> None:
+        """Weight the loss before backward if that cannot wait. Collective over the group.
+
+        Args:
+            accumulates: Whether there are gradients, to which backward adds.
+        """
+        step = self._step
+        if step is None or not (accumulates or step.changed):
+            return
+        if not accumulates and self._steady is not None:
+            self._common = float(step.exchange.factor_of(self._steady))
+        self._finish(step)
+
+    def after_backward(self) -> float:
+        """Return the factor by which the reduced gradients are multiplied. Collective over the group."""
+        step = self._step
+        if step is not None and not step.entries and self._is_unchanged(step):
+            self._step, self._own = None, self._own_before
+        elif step is not None:
+            if self._steady is not None:
+                self._common = float(step.exchange.factor_of(self._steady))
+            self._finish(step, scale=False)
+        common, self._common = self._common, 1.0
+        return common
 
     def before_manual_backward(self, loss: Tensor) -> None:
         """Weight a loss before a manual backward. Collective over the group."""
@@ -308,29 +380,67 @@ class LossWeights:
             self._log_terms(loss, terms)
         terms = agreed_terms(terms, self._agree, self._device)
         entries = self._values(loss, terms, noted, samples)
+        size, group = float(samples or 1), self._group()
+        if group is not self._group_before:
+            self._group_before, self._counts_before, self._steady = group, None, None
+        counts = counts_of(terms, size) if self._counts and self._may_overlap() else None
+        changed = counts is None or counts != self._counts_before or not self._were_even
+        self._counts_before = counts
         self._before()
-        found = exchange(
+        begun = begin_exchange(
             terms,
-            samples=float(samples or 1),
+            samples=size,
             present=self._counts,
             values=[value for _, value in entries],
             settings=_settings_of(self._trainer.optimizers),
-            group=self._group(),
+            changed=changed,
+            overlaps=self._steady is not None,
+            group=group,
             device=self._device,
         )
         self._has_loss = loss is not None or not self._has_no_count
-        self._own = OwnLoss(self._share_of(terms, float(samples or 1)), float(samples or 1), found.agreed)
+        self._step = _Step(begun, counts, changed, loss, terms, size, entries, noted)
+        if self._steady is None:
+            self._finish(self._step)
+
+    def _may_overlap(self) -> bool:
+        """Return whether backward may run while counts are exchanged, see [Note: backward before the counts are known].
+
+        On an accelerator it would have to wait for the device to know the factors.
+        """
+        engine: DataEngine | None = getattr(self._trainer.strategy, "data_engine", None)
+        if self._device.type != "cpu" or engine is None or not engine.scales_reduced_gradients:
+            return False
+        return self._trainer.lightning_module.automatic_optimization and self._trainer.accumulate_grad_batches == 1
+
+    def _is_unchanged(self, step: _Step) -> bool:
+        """Return whether all ranks' counts are those of the step before. Waits for the other ranks."""
+        if self._steady is None or step.changed:
+            return False
+        return bool(step.exchange.num_changed() == 0 and step.exchange.same_settings())
+
+    def _finish(self, step: _Step, *, scale: bool = True) -> None:
+        """Weight the loss of a step, and its logged values. Waits for the other ranks."""
+        self._step = None
+        found = step.exchange.result()
+        self._own = OwnLoss(self._share_of(step.terms, step.samples), step.samples, found.agreed)
+        self._own_before = self._own
         self._check_terms(found)
-        scaling = scale_gradients(terms, found.factors)
-        # With automatic optimization the graph is freed after backward, so no reference to it is kept here.
-        if not self._trainer.lightning_module.automatic_optimization:
-            self._scaling = scaling
-            self._record_terms(loss, terms)
-        for (entry, _), value in zip(entries, found.values, strict=False):
+        if scale:
+            scaling = scale_gradients(step.terms, found.factors / self._common)
+            # With automatic optimization the graph is freed after backward, so no reference to it is kept here.
+            if not self._trainer.lightning_module.automatic_optimization:
+                self._scaling = scaling
+                self._record_terms(step.loss, step.terms)
+        for (entry, _), value in zip(step.entries, found.values, strict=False):
             self._correct(entry, value)
         if not self._counts:
-            for entry in reversed(noted):
+            for entry in reversed(step.noted):
                 self._forget(entry)
+        counts = step.counts
+        self._were_even = counts is not None and step.exchange.factor_of(counts) == 1.0
+        self._were_even &= float(found.samples) == step.samples * self._group().size()
+        self._steady = counts if step.exchange.num_changed() == 0 else None
 
     def _have_same_numbers(self, terms: list[Term]) -> bool:
         """Return whether all ranks divide their sums by the same numbers. Collective over the group."""

@@ -3,7 +3,7 @@
 A data engine averages gradients over ranks, which is exact if every rank divides its loss by the same count. Rank r of
 R divides its mean by n_r, a single process by N = n_1 + ... + n_R, so in backward the gradient of a mean is multiplied
 by R n_r / N, and that of a sum by R. If a loss contains several means with different counts, each has its own factor.
-The counts are summed over ranks in one small all-reduce between forward and backward.
+The counts are summed over ranks in one small all-reduce, which begins between forward and backward.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ _MEANS = 24
 _COUNTS, _SIZES = 31, 6
 #: Maximum number of values other than losses in the message.
 _VALUES = 16
-#: Number of header fields: participating ranks, ranks with a loss, ranks with terms, signature of the terms and its
-#: square, samples, signature of the values and its square, Python numbers that divide sums and their square, signature
-#: of the optimizers' settings and its square.
+#: Number of header fields: participating ranks, ranks with a loss and (times _BASE) those whose counts have changed,
+#: ranks with terms, signature of the terms and its square, samples, signature of the values and its square, Python
+#: numbers that divide sums and their square, signature of the optimizers' settings and its square.
 _HEAD = 12
+#: Base to encode several numbers of ranks in one, for fewer ranks than this.
+_BASE = 2.0**16
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,84 @@ class Balance:
     same_settings: Tensor
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What the factor of a loss that is a single mean depends on.
+
+    Attributes:
+        term: The mean, without its graph.
+        samples: Number of samples in the batch.
+    """
+
+    term: Term
+    samples: float
+
+
+class Exchange:
+    """An exchange that has begun: :meth:`result` waits for the other ranks.
+
+    Args:
+        terms: Terms of this rank's loss.
+        values: Values to combine.
+        own: The numbers that this rank sends.
+        group: See :func:`begin_exchange`.
+        device: Device of the message.
+        overlaps: See :func:`begin_exchange`.
+    """
+
+    def __init__(
+        self,
+        terms: Sequence[Term],
+        values: Sequence[Value],
+        own: Sequence[Number],
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        overlaps: bool,
+    ) -> None:
+        self._terms, self._values, self._own, self._device = terms, values, own, device
+        self._ranks = 1 if group is None else group.size()
+        self._total = _message(own, device)
+        self._work = None if group is None else dist.all_reduce(self._total, group=group, async_op=overlaps)
+        self._received: Any = None
+
+    def result(self) -> Balance:
+        """Return the factors and the combined values."""
+        return _balance(self._terms, self._values, self._own, self._sums(), self._ranks, self._device)
+
+    def num_changed(self) -> Number:
+        """Return the number of ranks that have sent that their counts changed."""
+        return self._sums()[1] // _BASE
+
+    def same_settings(self) -> Any:
+        """Return whether all ranks have sent the same ``settings``."""
+        return _are_same_settings(self._sums())
+
+    def factor_of(self, counts: Counts) -> Number:
+        """Return the factor on the gradient of a rank with these counts."""
+        own: dict[int, Number] = {0: 1.0, 5: counts.samples}
+        own |= {_HEAD + place: counts.term.count for place in _places([counts.term])[0]}
+        return _factors([counts.term], own, self._sums(), self._ranks, self._device)[0][0]
+
+    def _sums(self) -> Any:
+        if self._received is None:
+            if self._work is not None:
+                self._work.wait()
+            # Arithmetic on a dozen Python numbers takes a fraction of the time of as many operators.
+            self._received = self._total.tolist() if self._device.type == "cpu" else self._total
+        return self._received
+
+
+def counts_of(terms: Sequence[Term], samples: float) -> Counts | None:
+    """Return the counts of a loss; None if it is not a single mean, whose gradient has one factor."""
+    if len(terms) != 1 or (term := terms[0]).kind not in ("mean", "other") or term.element is not None:
+        return None
+    if isinstance(term.surplus, Tensor) or term.surplus or term.is_zero:
+        return None
+    count = _number(term.count, torch.device("cpu"))
+    return Counts(Term(term.kind, None, count, what=term.what), samples)  # type: ignore[arg-type]
+
+
 def signature(names: Sequence[str]) -> float:
     """Return a 20-bit hash of a list of names; in float64 it stays exact when squared and summed over ranks."""
     return float(zlib.crc32("|".join(names).encode()) & 0xFFFFF)
@@ -111,12 +191,36 @@ def exchange(
 ) -> Balance:
     """Compute the factors for a loss' terms. Collective over ``group``: one all-reduce of a few hundred bytes.
 
+    See :func:`begin_exchange` for the arguments.
+    """
+    begun = begin_exchange(
+        terms, samples=samples, present=present, values=values, settings=settings, group=group, device=device
+    )
+    return begun.result()
+
+
+def begin_exchange(
+    terms: Sequence[Term],
+    *,
+    samples: float,
+    present: bool = True,
+    values: Sequence[Value] = (),
+    settings: float = 0.0,
+    changed: bool = True,
+    overlaps: bool = False,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Exchange:
+    """Begin to compute the factors for a loss' terms. Collective over ``group``.
+
     Args:
         terms: Terms of this rank's loss; empty if its step had no loss.
         samples: Number of samples in this rank's batch.
         present: Whether this rank's batch counts at all.
         values: Further numbers to combine across ranks.
         settings: A :func:`signature` of settings that should be equal on all ranks.
+        changed: Whether this rank's counts may differ from those of its previous step.
+        overlaps: Whether to return before the other ranks have sent their numbers.
         group: Ranks whose gradients are averaged; None for this rank alone.
         device: Device of the message.
     """
@@ -127,7 +231,7 @@ def exchange(
     mark, votes = signature(names), float(present and bool(names))
     value_mark = signature([value.name for value in values])
     here, has_loss = float(present), float(present and bool(terms))
-    head = [here, has_loss, votes, votes * mark, votes * mark**2, has_loss * samples]
+    head = [here, has_loss + _BASE * changed, votes, votes * mark, votes * mark**2, has_loss * samples]
     divisors = dict.fromkeys(term.number for term in terms if term.kind == "sum")
     numbers = math.fsum(place * number for place, number in enumerate(divisors, start=1))
     head += [here * value_mark, here * value_mark**2, votes * numbers, votes * numbers**2]
@@ -142,12 +246,7 @@ def exchange(
     counts = [_number(count, device) * here for count in _table(terms)]
     makeup = [number * here for number in _makeup(terms, counts)]
     own = [*head, *counts, *_padded(weights, _VALUES), *_padded(parts, _VALUES), *makeup]
-    total = _message(own, device)
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    # Arithmetic on a dozen Python numbers takes a fraction of the time of as many operators.
-    sums = total.tolist() if device.type == "cpu" else total
-    return _balance(terms, values, own, sums, 1 if group is None else group.size(), device)
+    return Exchange(terms, values, own, group=group, device=device, overlaps=overlaps)
 
 
 def _places(terms: Sequence[Term]) -> tuple[list[int], bool]:
@@ -172,10 +271,6 @@ def _table(terms: Sequence[Term]) -> list[Number]:
     for place, term in zip(_places(terms)[0], means, strict=False):
         found[place] = term.count
     return found
-
-
-#: Base to encode three numbers of ranks in one (colliding names, sums, other terms), for fewer ranks than this.
-_BASE = 2.0**16
 
 
 def _makeup(terms: Sequence[Term], counts: Sequence[Number]) -> list[Number]:
@@ -353,9 +448,30 @@ def _balance(
     ranks: int,
     device: torch.device,
 ) -> Balance:
+    factors, totals, alike, agreed = _factors(terms, own, total, ranks, device)
+    same_numbers = abs(total[2] * total[9] - total[8] ** 2) <= 1e-9 * total[8] ** 2
+    return Balance(
+        _message(factors, device),
+        _message(_combined(values, own, total, device), device),
+        _tensor(agreed, device),
+        _message(totals, device),
+        _tensor(total[5], device),
+        _tensor(alike, device).logical_not() | _tensor(same_numbers, device),
+        _tensor(_are_same_settings(total), device),
+    )
+
+
+def _are_same_settings(total: Sequence[Number] | Tensor) -> Any:
+    return total[0] * total[11] == total[10] ** 2
+
+
+def _factors(
+    terms: Sequence[Term], own: Any, total: Sequence[Number] | Tensor, ranks: int, device: torch.device
+) -> tuple[list[Number], list[Number], Any, Any]:
+    """Return each term's factor and total count, and whether the ranks' terms are equal, or subsets of one rank's."""
     alike = total[2] * total[4] == total[3] ** 2
     # The count of a rank without a loss is unknown: all ranks are weighted equally, that rank with a loss of zero.
-    complete = total[0] == total[1]
+    complete = total[0] == total[1] % _BASE
     by_samples = own[0] * _where(complete, _factor(own[5], total[5], ranks), 1.0)
     agreed = alike if alike is True else alike | _is_nested(total)
     exact = agreed & complete
@@ -379,16 +495,7 @@ def _balance(
             factor = 1.0
         factors.append(factor)
         totals.append(counted)
-    same_numbers = abs(total[2] * total[9] - total[8] ** 2) <= 1e-9 * total[8] ** 2
-    return Balance(
-        _message(factors, device),
-        _message(_combined(values, own, total, device), device),
-        _tensor(agreed, device),
-        _message(totals, device),
-        _tensor(total[5], device),
-        _tensor(alike, device).logical_not() | _tensor(same_numbers, device),
-        _tensor(total[0] * total[11] == total[10] ** 2, device),
-    )
+    return factors, totals, alike, agreed
 
 
 def _is_nested(total: Sequence[Number] | Tensor) -> Any:

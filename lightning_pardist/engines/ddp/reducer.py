@@ -31,7 +31,7 @@ from lightning_pardist.compat.autograd import after_backward, current_backward
 from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
 from lightning_pardist.engines.ddp.bucket import Bucket, partition
 from lightning_pardist.engines.ddp.sparse import reduce_sparse, sparse_parameters
-from lightning_pardist.engines.ddp.transport import Transport
+from lightning_pardist.engines.ddp.transport import AllReduce, Transport
 from lightning_pardist.local_tensors import local_shard
 
 
@@ -106,6 +106,11 @@ class GradientReducer:
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
         return any(param.grad is not None for param in self.module.parameters())
+
+    @property
+    def scales_reduced_gradients(self) -> bool:
+        """Whether a factor on all gradients may be applied after the reduction: not with a communication hook."""
+        return isinstance(self.transport, AllReduce)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -91,7 +91,12 @@ class ShardedDataEngine:
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
-        return any(param.grad is not None for param in self.sharded.module.parameters())
+        return any(param.grad is not None for param in self._in_shards(self.sharded.module.parameters()))
+
+    @property
+    def scales_reduced_gradients(self) -> bool:
+        """Whether a factor on all gradients may be applied after the reduction: not if that compresses them."""
+        return self.sharded.compression.reduce is None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -114,7 +114,7 @@ class ZeroEngine:
         self._home: dict[nn.Parameter, ShardedBucket] = {}
         self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
         self._offload = offload
-        self._gather = gather
+        self._gather, self._reduce = gather, reduce
         self._error_feedback = ErrorFeedback() if reduce is not None and error_feedback else None
         self._store = None if offload is None or offload.folder is None else StateFile(offload.folder)
         self._copies: HostCopies | None = None
@@ -158,6 +158,11 @@ class ZeroEngine:
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient on any rank."""
         return self.reducer.has_gradients or any(bucket.has_gradients for bucket in self._buckets)
+
+    @property
+    def scales_reduced_gradients(self) -> bool:
+        """Whether a factor on all gradients may be applied after the reduction: not if that compresses them."""
+        return self._reduce is None
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context manager to accumulate gradients: whole and not reduced in stage 1, reduced to slices in stage 2."""
