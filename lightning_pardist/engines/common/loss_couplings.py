@@ -30,7 +30,7 @@ from lightning_pardist.engines.common.batch_dim import (
     GatheredResults,
 )
 from lightning_pardist.engines.common.held_tensors import is_held
-from lightning_pardist.engines.common.loss_terms import SMALL, elements, mask_of
+from lightning_pardist.engines.common.masked_sums import SMALL, elements, mask_of
 
 _SCATTERS = {"IndexAdd", "ScatterAdd", "ScatterReduce"}
 #: Operations that are additive over parts of a batch.

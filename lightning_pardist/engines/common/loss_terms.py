@@ -5,15 +5,6 @@ spread over ranks or split into micro-batches, each part divides by its own coun
 although their counts differ. The autograd graph of a part's loss contains what is needed to correct this: it ends in a
 few additions and multiplications by numbers, below these are the reductions over the batch, and each saves its divisor.
 
-[Note: which divisor is a count]
-A sum over the batch is a mean if it is divided by a count of items on the way to the loss: ``/ mask.sum()``,
-``/ len(x)``, ``* (1 / n)``. A Python number may also be a constant: ``/ 100``, or the size of the whole batch. It is
-taken as a count if it is the number of summed samples, times the sizes of other summed dims; if it is a multiple of at
-least 8 samples, such as samples times pixels, and neither a power of ten nor a multiple of the samples of all ranks; or
-if items were selected by their values and their number is not known. A factor such as 0.1 or 0.25 is taken as a weight
-unless exactly 10 or 4 items were selected or left by a mask; 0.0625 and 0.142857 are taken as 1/16 and 1/7. A number
-that differs between parts of a batch is no constant, which a comparison of parts detects.
-
 [Note: products of sums]
 In ``alpha * (a + b)`` the gradients of the terms ``a`` and ``b`` are scaled where the addition passes them on. The
 gradient of ``alpha`` does not pass there, although it is proportional to the terms. A term therefore lists the edges by
@@ -24,7 +15,7 @@ other, the whole product is one term.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Literal
@@ -36,7 +27,6 @@ from torch.autograd.graph import Node
 from lightning_pardist.compat.autograd_graph import (
     copies_or_adds,
     inputs_of,
-    is_python_number,
     kept,
     kind_of,
     saved,
@@ -62,7 +52,19 @@ from lightning_pardist.engines.common.batch_dim import (
     GatheredResults,
     reduced_dims,
 )
+from lightning_pardist.engines.common.divisor_counts import (
+    Divisor,
+    counts_among,
+    divisors_inside,
+    is_computed,
+    is_count_of,
+    is_rounded,
+    number_of,
+    product_of_numbers,
+    reciprocal,
+)
 from lightning_pardist.engines.common.floored_counts import unfloored
+from lightning_pardist.engines.common.masked_sums import elements, is_empty_sum, mask_of, sums_of_mask, unclamped
 
 #: A mean is divided by a count, a sum over the batch is not, and a constant does not depend on the batch.
 TermKind = Literal["mean", "sum", "constant", "other"]
@@ -102,7 +104,7 @@ class Term:
     what: str = ""
     by_data: bool = False
     nonlinear: str = ""
-    divisors: tuple[_Divisor, ...] = ()
+    divisors: tuple[Divisor, ...] = ()
     edges: tuple[tuple[Node, int], ...] = ()
     cofactors: tuple[tuple[Node, int], ...] = ()
     offset: bool = False
@@ -142,10 +144,6 @@ class Term:
 BALANCING = "as in load-balancing losses"
 #: Marks terms that are zero regardless of the batch.
 _NOTHING = "nothing"
-#: Masks with more elements are not read.
-SMALL = 2**22
-#: Number of samples of which a constant is unlikely to be a multiple.
-_MANY = 8
 
 
 def find_terms(loss: Tensor, *, samples: int | None = None, gathers: bool = False, ranks: int = 1) -> list[Term]:
@@ -184,23 +182,6 @@ def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
 
 
 @dataclass(frozen=True)
-class _Divisor:
-    """A divisor of a term.
-
-    Attributes:
-        value: A Python number or a tensor.
-        at: Position of the division; None if it is below the reduction.
-        rounded: Whether it stems from a factor of one or two digits, which is more likely a weight.
-        table: Whether the value has one divisor for each of several sums over the batch, such as one per class.
-    """
-
-    value: Any
-    at: _Position | None = None
-    rounded: bool = False
-    table: bool = False
-
-
-@dataclass(frozen=True)
 class _Position:
     """Position of the traversal from the loss: a node, its path from the top of the current term, and what was passed.
 
@@ -210,7 +191,7 @@ class _Position:
 
     node: Node
     path: tuple[Node, ...]
-    divisors: tuple[_Divisor, ...] = ()
+    divisors: tuple[Divisor, ...] = ()
     nonlinear: str = ""
     edges: tuple[tuple[Node, int], ...] = ()
     beside: tuple[tuple[Node, int], ...] = ()
@@ -228,7 +209,7 @@ class _Position:
         nonlinear: str = "",
     ) -> _Position:
         """Return the position one node further from the loss, in the same term."""
-        divisors = self.divisors if divisor is None else (*self.divisors, _Divisor(divisor, self, rounded, table))
+        divisors = self.divisors if divisor is None else (*self.divisors, Divisor(divisor, self, rounded, table))
         nonlinear = self.nonlinear or nonlinear
         sides = enumerate(inputs_of(self.node))
         others = [(self.node, place) for place, child in sides if child is not None and child is not node]
@@ -283,23 +264,23 @@ class _Position:
     def mean(self, what: str, count: Tensor | float, *, by_data: bool = False) -> Term:
         """Return a mean that ends at this position; computed divisors (a mean of weights, say) multiply its count."""
         for divisor in self.divisors:
-            if _is_computed(divisor.value):
+            if is_computed(divisor.value):
                 count, by_data = divisor.value.detach().reshape(()) * count, True
         return self.term("mean", what, count, by_data=by_data)
 
     def divided(self, what: str, sizes: tuple[int, ...], dim: int, samples: int | None, ranks: int) -> Term:
         """Return a sum over the batch that ends at this position; a mean if one of its divisors is a count."""
-        divisors = (*self.divisors, *(_Divisor(each) for each in _divisors_inside(self.node)))
-        nothing = _is_empty_sum(self.node)
+        divisors = (*self.divisors, *(Divisor(each) for each in divisors_inside(self.node)))
+        nothing = is_empty_sum(self.node)
         picked = any(kind_of(each) in PICKED for each in elements(self.node))
-        counts = _counts(divisors, sizes, dim, samples, ranks, picked=picked)
+        counts = counts_among(divisors, sizes, dim, samples, ranks, picked=picked)
         if nothing:
             counts = counts[-1:]
         if not counts:
-            counts = [each for each in divisors if _is_count_of(self.node, _number(each.value))]
+            counts = [each for each in divisors if is_count_of(self.node, number_of(each.value))]
         if not counts:
             term = replace(
-                self.term("sum", what), number=_product_of_numbers(divisors), items=sizes[dim] if sizes else 0
+                self.term("sum", what), number=product_of_numbers(divisors), items=sizes[dim] if sizes else 0
             )
             if self.nonlinear.startswith(_BY_SAMPLES):
                 # A factor of a sum is a constant.
@@ -313,7 +294,7 @@ class _Position:
             # A divisor of at most 1 only avoids a division by zero, as in max(number_of_boxes, 1).
             total = torch.where(total > 1, total.detach(), 0.0) if isinstance(total, Tensor) else total * (total > 1)
         total = total.detach() if isinstance(total, Tensor) else float(total)
-        count = divisor = _unclamped(total, self.node)
+        count = divisor = unclamped(total, self.node)
         if is_floored and not nothing:
             count = torch.minimum(*map(torch.as_tensor, (math.prod(before[1:], start=before[0]), divisor)))
         surplus = 0.0 if count is divisor else divisor - count
@@ -376,7 +357,7 @@ class _Walk:
         # A factor of 1/2 with two samples is more likely a mean of two losses.
         divisors = [each for each in term.divisors if each.at is not term.shared]
         divisors = [each for each in divisors if not each.rounded or (self.samples or 0) > 2]
-        return any(_number(each.value) == self.samples for each in divisors)
+        return any(number_of(each.value) == self.samples for each in divisors)
 
     def _are_separate_results(self, terms: Sequence[Term]) -> bool:
         """Return whether terms stem from separate results, not from selections of one result of the whole batch."""
@@ -457,8 +438,8 @@ class _Walk:
         factor = _scalar_factor(at.node, of_batch[0]) if kind == "Mul" and len(inputs) == 1 else None
         if factor is not None and factor == 0:
             return at.zero_term()
-        if factor is not None and (count := _reciprocal(factor)):
-            return [at.below(of_batch[0], divisor=count, rounded=_is_rounded(factor))]
+        if factor is not None and (count := reciprocal(factor)):
+            return [at.below(of_batch[0], divisor=count, rounded=is_rounded(factor))]
         if factor is not None and factor > 1:
             by_samples = factor == self.samples and factor > 2 and self.ranks > 1
             nonlinear = f"{_BY_SAMPLES}, {self.samples}" if by_samples else ""
@@ -518,12 +499,12 @@ class _Walk:
         counts: Tensor | None = table * math.prod(sizes[each] for each in dims)
         if kind != "Mean":
             # A divisor of a sum may be a constant; it is a count only if it matches a mask, or is an integer tensor.
-            counts = _sums_of_mask(at.node, dims, sizes, table)
+            counts = sums_of_mask(at.node, dims, sizes, table)
             counts = table if counts is None and not table.is_floating_point() else counts
         if counts is None:
             return replace(at, nonlinear=at.nonlinear or _BY_TABLE).term("other", kind)
         for divisor in at.divisors:
-            if not divisor.table and _is_computed(divisor.value):
+            if not divisor.table and is_computed(divisor.value):
                 counts = counts * divisor.value.detach().reshape(())
         return at.elementwise_means(kind, counts, tuple(table.shape))
 
@@ -569,16 +550,16 @@ def _merged(term: Term, one: Term, other: Term) -> Term:
 
 def _merge_total_counts(terms: list[Term]) -> list[Term]:
     """Turn sums into means that share a divisor equal to the total number of their items."""
-    groups: dict[Node, list[tuple[Term, _Divisor]]] = {}
+    groups: dict[Node, list[tuple[Term, Divisor]]] = {}
     for term in terms:
         for each in term.divisors:
-            if each.at is not None and not each.rounded and _number(each.value) is not None:
+            if each.at is not None and not each.rounded and number_of(each.value) is not None:
                 groups.setdefault(each.at.node, []).append((term, each))
     for members in groups.values():
         sums = [term for term, each in members if term.kind == "sum" or (term.shared and term.shared is each.at)]
         if len(sums) < 2 or len(sums) < len(members) or not all(term.items for term in sums):
             continue
-        number = _number(members[0][1].value)
+        number = number_of(members[0][1].value)
         if sum(term.items for term in sums) != number:
             continue
         for term, each in members:
@@ -622,70 +603,6 @@ def _without_zeros(terms: list[Term]) -> list[Term]:
     return [replace(term, kind="constant", count=0.0) if term.is_zero else term for term in terms]
 
 
-def _number(value: Any) -> float | None:
-    return scalar(value) if is_python_number(value) else None
-
-
-def _counts(
-    divisors: Sequence[_Divisor],
-    sizes: tuple[int, ...],
-    dim: int,
-    samples: int | None,
-    ranks: int,
-    *,
-    picked: bool,
-) -> list[_Divisor]:
-    """Return the divisors of a sum over the batch that are counts, not constants such as 2 or a temperature.
-
-    Args:
-        divisors: Tensors computed by the step, or Python numbers.
-        sizes: Shape of the summed tensor.
-        dim: Dim of the samples, or of their items such as tokens.
-        samples: Number of samples in the batch, if known.
-        ranks: Number of ranks that the batch is divided among.
-        picked: Whether the summed items were selected by their values, so that their number can be any.
-    """
-    computed = [each for each in divisors if _is_computed(each.value)]
-    if computed:
-        return computed
-    items = sizes[dim] if sizes else 1
-    features = _products([size for place, size in enumerate(sizes) if place != dim])
-
-    def is_size(number: float) -> bool:
-        return number == samples or bool(items and number / items in features)
-
-    counted, other = [], []
-    for each in divisors:
-        number = _number(each.value)
-        if number is None or number < 1 or each.rounded:
-            continue
-        if is_size(number):
-            counted.append(each)
-        elif (picked and number >= max(min(items, samples or items), 1)) or (
-            number not in features and not is_size(number / ranks) and _is_multiple(number, samples or items)
-        ):
-            other.append(each)
-    if counted or other:
-        return counted[-1:] or other
-    numbers = [(each, number) for each in divisors if (number := _number(each.value)) is not None]
-    product = math.prod(number for _, number in numbers)
-    # A factor that equals the number of ranks makes up for their average.
-    least = max(min(items, samples or items), 3)
-    by_hand = any(ranks * number == 1 for _, number in numbers)
-    by_hand &= any(number >= least and not each.rounded and not _is_power_of_ten(number) for each, number in numbers)
-    is_count = any(number < 1 for _, number in numbers) and (is_size(product) or by_hand)
-    return [each for each, _ in numbers] if is_count else []
-
-
-def _is_multiple(number: float, samples: int) -> bool:
-    """Return whether a number is more likely samples times a size, such as pixels, than a constant."""
-    return samples >= _MANY and number % samples == 0 and not _is_power_of_ten(number)
-
-
-def _is_power_of_ten(number: float) -> bool:
-    return math.log10(number).is_integer()
-
-
 def as_counts(terms: Sequence[Term]) -> list[Term]:
     """Return terms in which numbers that divide sums, taken as constants so far, are counts.
 
@@ -705,82 +622,12 @@ def as_counts(terms: Sequence[Term]) -> list[Term]:
 
 def _constant_divisor(term: Term) -> float:
     """Return the product of the Python numbers that divide a term above its own reduction."""
-    return _product_of_numbers([each for each in term.divisors if each.at is not term.shared])
-
-
-def _product_of_numbers(divisors: Sequence[_Divisor]) -> float:
-    """Return the product of the Python numbers that may be counts: no factors, such as weights of samples."""
-    numbers = [_number(each.value) for each in divisors if not each.rounded]
-    return math.prod(number for number in numbers if number is not None)
-
-
-def _is_computed(divisor: Any) -> bool:
-    """Return whether a divisor is a tensor of one element that was computed by the step."""
-    return isinstance(divisor, Tensor) and divisor.numel() == 1 and _number(divisor) is None
-
-
-def _products(sizes: Sequence[int]) -> set[int]:
-    """Return the products of all subsets of the first 8 sizes, including 1 for the empty subset."""
-    found = {1}
-    for size in sizes[:8]:
-        found |= {size * each for each in found}
-    return found
+    return product_of_numbers([each for each in term.divisors if each.at is not term.shared])
 
 
 def _scalar_factor(node: Node, child: Node) -> float | None:
     """Return the scalar that a product multiplies ``child`` by; None if the factor is not a number or scalar tensor."""
     return scalar(saved(node, "other" if inputs_of(node)[0] is child else "self"))
-
-
-def _reciprocal(factor: float) -> float | None:
-    """Return n if a factor is 1/n for an integer n; None otherwise."""
-    count = 1 / abs(factor) if 0 < abs(factor) <= 1 else 0.0
-    return float(round(count)) if count and math.isclose(count, round(count), rel_tol=1e-6) else None
-
-
-def _is_rounded(factor: float) -> bool:
-    """Return whether a number has at most two significant digits, as weights such as 0.1 or 0.25."""
-    return math.isclose(factor, float(f"{factor:.1e}"), rel_tol=1e-7)
-
-
-def _is_count_of(node: Node, number: float | None) -> bool:
-    """Return whether a number is the count of items that were selected for a sum or left by its mask.
-
-    For a mask that leaves none, 1 is taken as the count.
-    """
-    if number is None:
-        return False
-    for child in (node, *elements(node)):
-        if kind_of(child) in PICKED:
-            return (shape_of(child) or (0,))[0] == number
-        mask = mask_of(child)
-        if mask is not None:
-            left = scalar(mask.sum()) if 0 < mask.numel() <= SMALL else None
-            if left == 0:
-                return number == 1
-            return left is not None and number in (left, left * math.prod(shape_of(child) or ()) / mask.numel())
-        left = _labels_of(child)
-        if left is not None:
-            return number == max(left, 1)
-    return False
-
-
-def _labels_of(node: Node) -> float | None:
-    """Return the number of labels that are not ignored in one loss for each item; None if the input is another."""
-    inputs = [child for child in inputs_of(node) if child is not None]
-    if len(inputs) != 1 or kind_of(inputs[0]) not in ("NllLoss", "NllLoss2D") or saved(inputs[0], "reduction"):
-        return None
-    target, ignored = saved(inputs[0], "target"), saved(inputs[0], "ignore_index")
-    if not isinstance(target, Tensor) or target.numel() > SMALL:
-        return None
-    return scalar((target != ignored).sum())
-
-
-def _divisors_inside(node: Node) -> Iterator[Any]:
-    """Yield divisors below a sum that divide all of its elements, equivalent to dividing the sum."""
-    for child in elements(node, _LINEAR):
-        if kind_of(child) == "Div" and inputs_of(child)[1:] in ([], [None]):
-            yield saved(child, "other")
 
 
 #: Maximum number of means in one tensor that are each weighted by their own count.
@@ -795,80 +642,3 @@ def _is_elementwise_division(at: _Position, other: Tensor) -> bool:
     """Return whether a division is the first elementwise one of few results by a tensor of the same shape."""
     first = not any(each.table for each in at.divisors)
     return first and not at.joined and shape_of(at.node) == tuple(other.shape) and other.numel() <= _ONE_BY_ONE
-
-
-def _sums_of_mask(node: Node, dims: tuple[int, ...], sizes: tuple[int, ...], table: Tensor) -> Tensor | None:
-    """Return the number of items that a mask leaves in each of several sums, if these are their divisors.
-
-    The result has the shape of ``table``; None if they are not. Divisors of empty sums are ignored in the comparison.
-
-    Args:
-        node: The sum.
-        dims: The dims it sums over.
-        sizes: Shape of the summed tensor.
-        table: The divisors of the sums.
-    """
-    for each in (node, *elements(node)):
-        mask = mask_of(each)
-        if mask is None or mask.numel() > SMALL or mask.dim() != len(sizes):
-            continue
-        counted = mask.sum(dims)
-        for counts in (counted, counted * math.prod(sizes[dim] // mask.shape[dim] for dim in dims)):
-            if counts.shape == table.shape and torch.allclose(torch.where(counts > 0, table, 0).to(counts), counts):
-                return counts.to(torch.float64)
-    return None
-
-
-def _is_empty_sum(node: Node) -> bool:
-    """Return whether a sum is over no elements; its divisor, as in ``max(number_of_boxes, 1)``, is not a count then."""
-    children = [child for child in inputs_of(node) if child is not None]
-    return any(0 in (shape_of(child) or ()) for child in children)
-
-
-def _unclamped(count: Tensor | float, node: Node) -> Tensor | float:
-    """Return zero in place of a count clamped by ``clamp(min=1)`` if the mask of the sum leaves no items."""
-    if (not isinstance(count, Tensor) or count.device.type == "cpu") and count > 1:
-        return count
-    counted = next((mask for each in (node, *elements(node)) if (mask := mask_of(each)) is not None), None)
-    if counted is None:
-        left = next((left for each in (node, *elements(node)) if (left := _labels_of(each)) is not None), None)
-        return 0.0 if left == 0 else count
-    if counted.numel() > SMALL:
-        return count
-    return torch.where(counted.any(), count, 0.0)
-
-
-#: Operations that commute with a sum, up to the arrangement of elements.
-_LINEAR = SAME | {"Mul", "Div", "Sum"}
-_BELOW_SUMS = SAME | ELEMENTWISE | {"Sum"}
-
-
-def elements(node: Node, kinds: Collection[str] = _BELOW_SUMS) -> Iterator[Node]:
-    """Yield a few operations below a sum: elementwise operations on one result, and further sums."""
-    for _ in range(REACH // 2):
-        inputs = [child for child in inputs_of(node) if child is not None]
-        # Below an addition, masks and divisors belong to one summand only.
-        if len(inputs) != 1 or kind_of(inputs[0]) not in kinds:
-            return
-        node = inputs[0]
-        yield node
-
-
-def mask_of(node: Node) -> Tensor | None:
-    """Return the tensor by which an operation with one differentiable input masks or multiplies its elements."""
-    kind, sides = kind_of(node), inputs_of(node)
-    if len([each for each in sides if each is not None]) != 1:
-        return None
-    if kind in LOSSES:
-        found = saved(node, "total_weight")
-        found = saved(node, "weight") if found is None else found
-    elif kind == "Where":
-        condition = saved(node, "condition")
-        found = ~condition if isinstance(condition, Tensor) and sides[0] is None else condition
-    elif kind == "MaskedFill":
-        mask = saved(node, "mask")
-        found = ~mask if isinstance(mask, Tensor) else None
-    else:
-        found = saved(node, "self" if sides[0] is None else "other") if kind == "Mul" else None
-        found = found if isinstance(found, Tensor) and found.dim() else None
-    return found if isinstance(found, Tensor) else None
