@@ -47,6 +47,11 @@ class DataEngine(Protocol):
         """Whether a factor on all gradients may be applied to :meth:`local_grads` after the reduction."""
         ...
 
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether any parameter has a hook of the user's on its gradient."""
+        ...
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients inside the context without synchronising them."""
         ...

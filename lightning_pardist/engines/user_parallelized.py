@@ -29,6 +29,7 @@ from lightning_pardist.checkpoint.tensors import (
 )
 from lightning_pardist.collectives import table_device
 from lightning_pardist.compat.fsdp2 import states_in
+from lightning_pardist.compat.tensors import gradient_hooks_of
 from lightning_pardist.engines.common.gradient_math import Counts
 from lightning_pardist.engines.ddp.buffers import broadcast_tensors
 from lightning_pardist.local_tensors import local_shard
@@ -153,6 +154,11 @@ class UserParallelizedEngine:
     def scales_reduced_gradients(self) -> bool:
         """Whether a factor on all gradients may be applied after the reduction, which the module does itself."""
         return False
+
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether any parameter has a hook on its gradient, of the user's or of the module's own parallelism."""
+        return any(gradient_hooks_of(param) for param in self.module.parameters())
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:

@@ -385,9 +385,9 @@ class Watchdog:
         stack = self._main_stack() if self._stall_detector.seconds() > self.heartbeat_timeout_s else ""
         standing = waits_in_collective(stack)
         if standing != self._is_stalled:
-            self._is_stalled = standing
             self._store.set(f"record/{self.rank}", recorded() if standing else "")
             self._store.set(f"standing/{self.rank}", stack if standing else "")
+            self._is_stalled = standing
         if self.rank != 0 or not standing:
             return
         keys = [f"standing/{rank}" for rank in range(self.world_size)]

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -25,7 +26,6 @@ from lightning_pardist.engines.common.batch_dim import ADDITIONS
 from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_balance import (
     Balance,
-    Counts,
     Exchange,
     Scaling,
     Value,
@@ -47,6 +47,7 @@ from lightning_pardist.engines.fsdp.fsdp_units import original_class
 from lightning_pardist.engines.pipeline import find_loss
 from lightning_pardist.engines.pipeline.cut import BatchCut
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
+from lightning_pardist.trainer.steady_counts import SteadyCounts
 
 
 def weight_of_logged(
@@ -159,6 +160,8 @@ def _settings_of(optimizers: Sequence[Optimizer]) -> float:
 
 #: Linear operations, whose results are combined over ranks like their inputs.
 _LINEAR = ADDITIONS | {"Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Sum", "Mean"}
+#: Hooks that may read logged values before the end of backward.
+_BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
 #: Interval in steps of the check for differing losses on an accelerator, where reading the flags synchronises.
 _LOOK_EVERY = 100
 
@@ -186,7 +189,6 @@ class _Step:
 
     Attributes:
         exchange: The exchange.
-        counts: This rank's counts; None if its loss is not a single mean.
         changed: Whether they may differ from those of the step before.
         loss: The loss; None if the step had none.
         terms: Its terms.
@@ -196,7 +198,6 @@ class _Step:
     """
 
     exchange: Exchange
-    counts: Counts | None
     changed: bool
     loss: Tensor | None
     terms: list[Term]
@@ -207,13 +208,6 @@ class _Step:
 
 class LossWeights:
     """Weights the losses of ranks that see different samples, and combines the values that their steps log.
-
-    [Note: backward before the counts are known] The factor on a rank's gradient depends on the counts of all ranks. As
-    long as these are the same in each step, all factors are 1, and on CPU backward runs while the counts are exchanged.
-    If this turns out wrong in a step, such as on a smaller last batch, the ranks whose counts c are those of the step
-    before have a common factor F = R c / N. All ranks multiply the reduced gradients by it, and those whose counts
-    changed, which know it, have waited and scaled their loss by their own factor over F. Gradients that accumulate are
-    weighted before backward.
 
     Args:
         trainer: Trainer that runs ``fit``.
@@ -266,11 +260,7 @@ class LossWeights:
         #: The step that is being exchanged, and the factor by which its reduced gradients are multiplied.
         self._step: _Step | None = None
         self._common = 1.0
-        #: This rank's counts in the step before, whether all factors were 1, and the counts if no rank's changed.
-        self._counts_before: Counts | None = None
-        self._group_before: dist.ProcessGroup | None = None
-        self._were_even = False
-        self._steady: Counts | None = None
+        self._steady = SteadyCounts()
         #: Whether the numbers that divided sums in the first step were counts, since they differed between ranks.
         self._numbers_are_counts = False
         self._batch: Any = None
@@ -307,7 +297,7 @@ class LossWeights:
         self._weighs = (self._setting != "ranks" and self._group().size() > 1) or counts is not None
         self._batch, self._counts = batch, counts is not False
         self._own, self._has_loss = _UNWEIGHED, True
-        self._step, self._common = None, 1.0
+        self._settle_without_backward()
         if not self._weighs:
             return run()
         self._logged, self._losses, self._known = [], [], {}
@@ -323,8 +313,14 @@ class LossWeights:
         self._losses, self._known = [], {}
         return output
 
+    def _settle_without_backward(self) -> None:
+        """Wait for the exchange of a step that had no backward. Its logged values may have been reset by now."""
+        if self._step is not None:
+            self._steady.end(self._step.exchange)
+        self._step, self._common = None, 1.0
+
     def before_backward(self, *, accumulates: bool) -> None:
-        """Weight the loss before backward if that cannot wait. Collective over the group.
+        """Weight the loss before backward if that cannot wait. May wait for the other ranks of the group.
 
         Args:
             accumulates: Whether there are gradients, to which backward adds.
@@ -332,18 +328,17 @@ class LossWeights:
         step = self._step
         if step is None or not (accumulates or step.changed):
             return
-        if not accumulates and self._steady is not None:
-            self._common = float(step.exchange.factor_of(self._steady))
+        if not accumulates:
+            self._common = self._steady.common_factor(step.exchange)
         self._finish(step)
 
     def after_backward(self) -> float:
-        """Return the factor by which the reduced gradients are multiplied. Collective over the group."""
+        """Return the factor by which the reduced gradients are multiplied. Waits for the other ranks of the group."""
         step = self._step
         if step is not None and not step.entries and self._is_unchanged(step):
             self._step, self._own = None, self._own_before
         elif step is not None:
-            if self._steady is not None:
-                self._common = float(step.exchange.factor_of(self._steady))
+            self._common = self._steady.common_factor(step.exchange)
             self._finish(step, scale=False)
         common, self._common = self._common, 1.0
         return common
@@ -380,12 +375,9 @@ class LossWeights:
             self._log_terms(loss, terms)
         terms = agreed_terms(terms, self._agree, self._device)
         entries = self._values(loss, terms, noted, samples)
-        size, group = float(samples or 1), self._group()
-        if group is not self._group_before:
-            self._group_before, self._counts_before, self._steady = group, None, None
-        counts = counts_of(terms, size) if self._counts and self._may_overlap() else None
-        changed = counts is None or counts != self._counts_before or not self._were_even
-        self._counts_before = counts
+        size, group, overlaps = float(samples or 1), self._group(), self._may_overlap()
+        counts = counts_of(terms, size) if overlaps and self._counts and not self._must_wait(entries) else None
+        changed = self._steady.begin(counts, group, allowed=overlaps)
         self._before()
         begun = begin_exchange(
             terms,
@@ -394,28 +386,46 @@ class LossWeights:
             values=[value for _, value in entries],
             settings=_settings_of(self._trainer.optimizers),
             changed=changed,
-            overlaps=self._steady is not None,
+            overlaps=self._steady.known is not None,
             group=group,
             device=self._device,
         )
         self._has_loss = loss is not None or not self._has_no_count
-        self._step = _Step(begun, counts, changed, loss, terms, size, entries, noted)
-        if self._steady is None:
+        self._step = _Step(begun, changed, loss, terms, size, entries, noted)
+        if self._steady.known is None:
             self._finish(self._step)
+
+    @property
+    def _engine(self) -> DataEngine | None:
+        return getattr(self._trainer.strategy, "data_engine", None)
 
     def _may_overlap(self) -> bool:
         """Return whether backward may run while counts are exchanged, see [Note: backward before the counts are known].
 
         On an accelerator it would have to wait for the device to know the factors.
         """
-        engine: DataEngine | None = getattr(self._trainer.strategy, "data_engine", None)
+        engine = self._engine
         if self._device.type != "cpu" or engine is None or not engine.scales_reduced_gradients:
             return False
         return self._trainer.lightning_module.automatic_optimization and self._trainer.accumulate_grad_batches == 1
 
+    def _must_wait(self, entries: Sequence[Any]) -> bool:
+        """Return whether this rank's code sees logged values or gradients before they can be weighted after backward.
+
+        Hooks on parameters may add to their gradients, which then must have their factor.
+        """
+        module = self._trainer.lightning_module
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        if entries and (
+            any(is_overridden(name, module) for name in (*_BEFORE_BACKWARD, "backward"))
+            or any(is_overridden(name, each, pl.Callback) for name in _BEFORE_BACKWARD for each in callbacks)
+        ):
+            return True
+        return self._engine is not None and self._engine.has_gradient_hooks
+
     def _is_unchanged(self, step: _Step) -> bool:
         """Return whether all ranks' counts are those of the step before. Waits for the other ranks."""
-        if self._steady is None or step.changed:
+        if self._steady.known is None or step.changed:
             return False
         return bool(step.exchange.num_changed() == 0 and step.exchange.same_settings())
 
@@ -437,10 +447,7 @@ class LossWeights:
         if not self._counts:
             for entry in reversed(step.noted):
                 self._forget(entry)
-        counts = step.counts
-        self._were_even = counts is not None and step.exchange.factor_of(counts) == 1.0
-        self._were_even &= float(found.samples) == step.samples * self._group().size()
-        self._steady = counts if step.exchange.num_changed() == 0 else None
+        self._steady.end(step.exchange)
 
     def _have_same_numbers(self, terms: list[Term]) -> bool:
         """Return whether all ranks divide their sums by the same numbers. Collective over the group."""

@@ -32,12 +32,16 @@ CHANGES = [3, 7, 11]
 
 class Module(pl.LightningModule):
     """With ``keeps_gradients`` the gradients of all steps add up; ``skips`` is a rank without loss in the fourth step,
-    ``adds`` one whose loss has another term there."""
+    ``adds`` one whose loss has another term there. ``decays`` decays weights by hooks on gradients, ``reads`` is a rank
+    that reads the logged loss before backward, and the loss may not be logged at all."""
 
-    def __init__(self, keeps_gradients=False, skips=None, adds=None):
+    def __init__(self, keeps_gradients=False, skips=None, adds=None, decays=False, reads=None, logs=True):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
         self.keeps_gradients, self.skips, self.adds, self.steps = keeps_gradients, skips, adds, []
+        self.reads, self.logs, self.read = reads, logs, []
+        for param in self.parameters() if decays else ():
+            param.register_hook(lambda grad: grad + 0.1)
 
     def training_step(self, batch, batch_idx):
         x, labels = batch
@@ -47,11 +51,13 @@ class Module(pl.LightningModule):
         loss = F.cross_entropy(logits, labels)
         if batch_idx == CHANGES[0] and self.adds == self.global_rank:
             loss = loss + logits.square().mean()
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        if self.logs:
+            self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
     def on_train_batch_end(self, *args):
-        self.steps.append(self.trainer.callback_metrics["loss_step"].clone())
+        if self.logs:
+            self.steps.append(self.trainer.callback_metrics["loss_step"].clone())
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         if not self.keeps_gradients:
@@ -59,6 +65,13 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Reader(pl.Callback):
+    """Reads the logged loss before backward."""
+
+    def on_before_backward(self, trainer, module, loss):
+        module.read.append(trainer.callback_metrics["loss_step"].item())
 
 
 def _loader(rank):
@@ -75,8 +88,12 @@ def _loader(rank):
 
 def _fit(strategy, devices, overlaps, module, trainer_kwargs):
     torch.manual_seed(3)
-    factors = []
-    after = LossWeights.after_backward
+    factors, waits = [], []
+    before, after = LossWeights.before_backward, LossWeights.after_backward
+
+    def noted_before(weights, **kwargs):
+        before(weights, **kwargs)
+        waits.append(weights._step is None)
 
     def noted(weights):
         factors.append(after(weights))
@@ -90,8 +107,11 @@ def _fit(strategy, devices, overlaps, module, trainer_kwargs):
         use_distributed_sampler=False,
         **trainer_kwargs,
     )
+    if module.reads == trainer.global_rank:
+        trainer.callbacks.append(Reader())
     loader = _loader(None if single else trainer.strategy.distributed_sampler_kwargs["rank"])
     with ExitStack() as patches:
+        patches.enter_context(patch.object(LossWeights, "before_backward", noted_before))
         patches.enter_context(patch.object(LossWeights, "after_backward", noted))
         if not overlaps:
             patches.enter_context(patch.object(LossWeights, "_may_overlap", lambda weights: False))
@@ -99,7 +119,9 @@ def _fit(strategy, devices, overlaps, module, trainer_kwargs):
     return {
         "weights": snapshot(module),
         "logged": {name: value.clone() for name, value in trainer.callback_metrics.items()},
-        "steps": {"steps": torch.stack(module.steps)},
+        "steps": {"steps": torch.stack(module.steps)} if module.steps else {},
+        "read": module.read,
+        "overlapped": [step for step, waited in enumerate(waits) if not waited],
         "changes": [step for step, factor in enumerate(factors) if factor != 1.0],
     }
 
@@ -110,8 +132,11 @@ def test_counts_that_change_after_some_steps(strategy):
     kwargs = {"gradient_clip_val": 0.3}
     (wanted,) = run_ranks(1, _fit, "single", 1, True, {}, kwargs)
     world = 4 if strategy == "tp" else 2
-    for found in run_ranks(world, _fit, strategy, world, True, {}, kwargs):
+    for rank, found in enumerate(run_ranks(world, _fit, strategy, world, True, {}, kwargs)):
         assert found["changes"] == ([] if strategy == "zero2_int8" else CHANGES)
+        if strategy != "zero2_int8":
+            # Only a rank whose own counts have changed waits before backward.
+            assert found["overlapped"] == ([2, 3, 6, 10] if rank * 2 < world else [2, 6, 10, 11])
         for part in ("weights", "logged", "steps"):
             # Gradients of eight bits are not exact.
             if strategy != "zero2_int8":
@@ -126,8 +151,11 @@ def test_counts_that_change_after_some_steps(strategy):
         ({}, {"accumulate_grad_batches": 2}, []),
         ({"skips": 1}, {}, CHANGES[1:]),
         ({"adds": 1}, {}, CHANGES[1:]),
+        ({"logs": False}, {}, CHANGES[1:]),
+        ({"decays": True}, {}, []),
+        ({"reads": 0}, {}, []),
     ],
-    ids=["kept gradients", "accumulation", "no loss", "another term"],
+    ids=["kept gradients", "accumulation", "no loss", "another term", "nothing logged", "hooks", "read early"],
 )
 def test_the_same_as_without_overlap(strategy, module, kwargs, changes):
     if strategy == "zero3" and "skips" in module:
@@ -135,7 +163,10 @@ def test_the_same_as_without_overlap(strategy, module, kwargs, changes):
     overlapped = run_ranks(2, _fit, strategy, 2, True, module, kwargs)
     waiting = run_ranks(2, _fit, strategy, 2, False, module, kwargs)
     for found, wanted in zip(overlapped, waiting, strict=True):
-        assert [step for step in found["changes"] if step != CHANGES[0]] == changes
+        assert [step for step in found["changes"] if step != CHANGES[0]] == [
+            step for step in changes if step != CHANGES[0]
+        ]
         assert not wanted["changes"]
+        assert found["read"] == wanted["read"]
         for part in ("weights", "logged", "steps"):
             assert_close(found[part], wanted[part])

@@ -24,6 +24,7 @@ Entry = tuple[str, str, int, str]
 #: Number of collectives that are remembered.
 _REMEMBERED = 500
 _NAMED_RANKS = 16
+_BACKWARD = "backward"
 _NONE: Entry = ("has issued no other", "", 0, "")
 _TORCH, _PACKAGE = (str(Path(file).parent) for file in (torch.__file__, Path(__file__).parents[1]))
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -40,19 +41,21 @@ class CollectiveRecord:
 
     def __init__(self, ranks: Sequence[int], describe: Callable[[int], str]) -> None:
         self._describe = describe
-        self._entries: deque[tuple[int, str, int, str]] = deque(maxlen=_REMEMBERED)
+        self._entries: deque[tuple[int, int, str, int, str]] = deque(maxlen=_REMEMBERED)
         self._count = 0
         _records[tuple(ranks)] = self
 
     def add(self, code: int) -> None:
         """Record a collective that is about to be issued."""
-        self._entries.append((code, *_user_line()))
+        self._entries.append((self._count, code, *_user_line()))
         self._count += 1
 
     def entries(self) -> list[tuple[int, Entry]]:
-        """Return the recorded collectives with their numbers."""
-        entries = [(self._describe(code), file, line, function) for code, file, line, function in self._entries]
-        return list(enumerate(entries, self._count - len(entries)))
+        """Return the recorded collectives with their numbers. Another thread may call this."""
+        entries = tuple(self._entries)
+        return [
+            (number, (self._describe(code), file, line, function)) for number, code, file, line, function in entries
+        ]
 
 
 #: The latest record of each group.
@@ -74,20 +77,22 @@ def first_difference(found: Mapping[int, str]) -> str:
     for rank, text in found.items():
         for ranks, entries in json.loads(text):
             groups.setdefault(tuple(ranks), {})[rank] = {number: tuple(entry) for number, entry in entries}
-    for by_rank in groups.values():
-        if not all(by_rank.values()):
-            continue
-        # Earlier ones have been forgotten by some rank.
-        first = max(min(entries) for entries in by_rank.values())
-        for number in range(first, max(max(entries) for entries in by_rank.values()) + 1):
-            at: dict[tuple[object, ...], list[int]] = {}
-            for rank, entries in sorted(by_rank.items()):
-                what, _, line, function = entries.get(number, _NONE)
-                # Hosts may have the same code in other folders.
-                at.setdefault((what, line, function), []).append(rank)
-            if len(at) > 1:
-                lines = (f"{named(ranks)} {_sentence(*by_rank[ranks[0]].get(number, _NONE))}" for ranks in at.values())
-                return "\n".join(("Their collectives first differ here:", *lines))
+    return next((text for by_rank in groups.values() if (text := _difference_in(by_rank))), "")
+
+
+def _difference_in(by_rank: Mapping[int, Mapping[int, Entry]]) -> str:
+    # A rank remembers the latest; one without any has issued none.
+    first = max(min(entries, default=0) for entries in by_rank.values())
+    end = max(max(entries, default=-1) for entries in by_rank.values()) + 1
+    for number in range(first, end):
+        at: dict[tuple[str, bool], list[int]] = {}
+        for rank, entries in sorted(by_rank.items()):
+            what, *_, function = entries.get(number, _NONE)
+            # Ranks may need the same parameters at different lines.
+            at.setdefault((what, function == _BACKWARD), []).append(rank)
+        if len(at) > 1:
+            lines = (f"{named(ranks)} {_sentence(*by_rank[ranks[0]].get(number, _NONE))}" for ranks in at.values())
+            return "\n".join(("Their collectives first differ here:", *lines))
     return ""
 
 
@@ -105,7 +110,7 @@ def _sentence(what: str, file: str, line: int, function: str) -> str:
 def _user_line() -> Line:
     """Return the innermost line that is neither torch's nor this package's, if a step of the user's runs."""
     if current_backward() is not None:
-        return "", 0, "backward"
+        return "", 0, _BACKWARD
     frame = sys._getframe(2)
     while frame.f_back is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
@@ -117,5 +122,5 @@ def _user_line() -> Line:
 
 @cache
 def _is_internal(file: str) -> bool:
-    standard = file.startswith((_STDLIB, "<")) and "site-packages" not in file
+    standard = file.startswith((_STDLIB, "<frozen ")) and "site-packages" not in file
     return standard or file.startswith((_TORCH, _PACKAGE))

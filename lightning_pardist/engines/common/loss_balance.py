@@ -134,6 +134,13 @@ class Exchange:
         """Return whether all ranks have sent the same ``settings``."""
         return _are_same_settings(self._sums())
 
+    def is_even(self, counts: Counts) -> bool:
+        """Return whether the losses of all ranks are the same mean, with these counts."""
+        total = self._sums()
+        everyone = total[0] == total[1] % _BASE == total[2] == self._ranks
+        alike = total[2] * total[4] == total[3] ** 2 and total[5] == counts.samples * self._ranks
+        return bool(everyone and alike and self.factor_of(counts) == 1.0)
+
     def factor_of(self, counts: Counts) -> Number:
         """Return the factor on the gradient of a rank with these counts."""
         own: dict[int, Number] = {0: 1.0, 5: counts.samples}
@@ -150,12 +157,14 @@ class Exchange:
 
 
 def counts_of(terms: Sequence[Term], samples: float) -> Counts | None:
-    """Return the counts of a loss; None if it is not a single mean, whose gradient has one factor."""
+    """Return the counts of a loss; None if it is not a single mean over some items, whose gradient has one factor."""
     if len(terms) != 1 or (term := terms[0]).kind not in ("mean", "other") or term.element is not None:
         return None
-    if isinstance(term.surplus, Tensor) or term.surplus or term.is_zero:
+    if isinstance(term.surplus, Tensor) or term.surplus or term.is_zero or samples <= 0:
         return None
     count = _number(term.count, torch.device("cpu"))
+    if term.kind == "mean" and not count > 0:
+        return None
     return Counts(Term(term.kind, None, count, what=term.what), samples)  # type: ignore[arg-type]
 
 

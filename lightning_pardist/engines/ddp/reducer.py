@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.checkpoint.tensors import Slots, full_slots
 from lightning_pardist.compat.autograd import after_backward, current_backward
+from lightning_pardist.compat.tensors import gradient_hooks_of
 from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
 from lightning_pardist.engines.ddp.bucket import Bucket, partition
 from lightning_pardist.engines.ddp.sparse import reduce_sparse, sparse_parameters
@@ -111,6 +112,11 @@ class GradientReducer:
     def scales_reduced_gradients(self) -> bool:
         """Whether a factor on all gradients may be applied after the reduction: not with a communication hook."""
         return isinstance(self.transport, AllReduce)
+
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether any parameter has a hook on its gradient."""
+        return any(gradient_hooks_of(param) for param in self.module.parameters())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

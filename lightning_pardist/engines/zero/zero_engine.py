@@ -164,6 +164,11 @@ class ZeroEngine:
         """Whether a factor on all gradients may be applied after the reduction: not if that compresses them."""
         return self._reduce is None
 
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether any parameter has a hook on its gradient."""
+        return self.reducer.has_gradient_hooks
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Context manager to accumulate gradients: whole and not reduced in stage 1, reduced to slices in stage 2."""
         return self.reducer.no_sync() if self.zero_stage == 1 else _null_context()

@@ -38,6 +38,17 @@ def test_ranks_that_do_the_same_are_listed_together_and_one_that_did_not_get_the
     assert "Rank 6 has issued no other." in text
 
 
+def test_the_same_from_another_line_does_not_differ():
+    left, right = _own(_record([1])), _own(_record([1]).replace("_record", "_other"))
+    assert first_difference({5: left, 6: right}) == ""
+
+
+def test_a_rank_that_has_issued_none_is_named():
+    text = first_difference({5: _own(_record([1])), 6: _own(_record([]))})
+    assert "Rank 5 gathers 1" in text
+    assert "Rank 6 has issued no other." in text
+
+
 def test_collectives_that_a_rank_has_forgotten_are_not_compared():
     left, right = _own(_record(range(1, 700))), _own(_record(range(1, 701)))
     text = first_difference({5: left, 6: right})
