@@ -61,6 +61,16 @@ def gradient_hooks_of(tensor: Tensor) -> OrderedDict[int, Any]:
     return OrderedDict() if hooks is None else hooks
 
 
+def accumulation_hooks_of(tensor: Tensor) -> dict[int, Any]:
+    """Return the hooks of ``tensor.register_post_accumulate_grad_hook`` by handle id, of engines or of the user."""
+    return tensor._post_accumulate_grad_hooks or {}
+
+
+def set_accumulation_hooks(tensor: Tensor, hooks: dict[int, Any]) -> None:
+    """Share the accumulation hooks of another tensor, so that its handles also remove hooks of this one."""
+    tensor._post_accumulate_grad_hooks = hooks
+
+
 def set_gradient_hooks(tensor: Tensor, hooks: OrderedDict[int, Any]) -> None:
     """Share the hook dict of another tensor, so that its handles also add and remove hooks of this one."""
     tensor._backward_hooks = hooks

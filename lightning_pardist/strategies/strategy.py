@@ -48,7 +48,6 @@ from lightning_pardist.engines.common.allocator import keep_freed_memory
 from lightning_pardist.engines.common.compilation import Backend, Compile
 from lightning_pardist.engines.common.floored_counts import noted_floors
 from lightning_pardist.engines.common.full_tensor_updates import updates_of
-from lightning_pardist.engines.common.gradient_math import scale_
 from lightning_pardist.engines.common.held_tensors import mark_held
 from lightning_pardist.engines.common.loss_setting import LossWeight, check_loss_weight
 from lightning_pardist.engines.common.memory import HeldBytes, held_bytes
@@ -716,7 +715,9 @@ class PardistStrategy(ParallelStrategy):
         if weights is None or engine is None or module is None:
             return
         if (factor := weights.after_backward()) != 1.0:
-            scale_(engine.local_grads(module.parameters()), torch.tensor(factor, dtype=torch.float64))
+            for grad in engine.local_grads(module.parameters()):
+                # A number, not a tensor of the gradient's dtype, to which it would be rounded.
+                grad.mul_(factor)
 
     def _gradients_reduced(self) -> None:
         for axis in self.axes:

@@ -160,7 +160,7 @@ def _settings_of(optimizers: Sequence[Optimizer]) -> float:
 
 #: Linear operations, whose results are combined over ranks like their inputs.
 _LINEAR = ADDITIONS | {"Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Sum", "Mean"}
-#: Hooks that may read logged values before the end of backward.
+#: Hooks that may read logged values, or add hooks on gradients, before backward.
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
 #: Interval in steps of the check for differing losses on an accelerator, where reading the flags synchronises.
 _LOOK_EVERY = 100
@@ -376,7 +376,7 @@ class LossWeights:
         terms = agreed_terms(terms, self._agree, self._device)
         entries = self._values(loss, terms, noted, samples)
         size, group, overlaps = float(samples or 1), self._group(), self._may_overlap()
-        counts = counts_of(terms, size) if overlaps and self._counts and not self._must_wait(entries) else None
+        counts = counts_of(terms, size) if overlaps and self._counts and not self._must_wait() else None
         changed = self._steady.begin(counts, group, allowed=overlaps)
         self._before()
         begun = begin_exchange(
@@ -402,26 +402,28 @@ class LossWeights:
     def _may_overlap(self) -> bool:
         """Return whether backward may run while counts are exchanged, see [Note: backward before the counts are known].
 
-        On an accelerator it would have to wait for the device to know the factors.
+        On an accelerator it would have to wait for the device to know the factors. Ranks that compute gradients
+        together must agree on a factor, so that all of them have to take part in the exchange.
         """
         engine = self._engine
         if self._device.type != "cpu" or engine is None or not engine.scales_reduced_gradients:
             return False
+        if self._group().size() != dist.get_world_size():
+            return False
         return self._trainer.lightning_module.automatic_optimization and self._trainer.accumulate_grad_batches == 1
 
-    def _must_wait(self, entries: Sequence[Any]) -> bool:
-        """Return whether this rank's code sees logged values or gradients before they can be weighted after backward.
+    def _must_wait(self) -> bool:
+        """Return whether this rank's code may see gradients or logged values before they are weighted after backward.
 
-        Hooks on parameters may add to their gradients, which then must have their factor.
+        Code that adds to gradients, for example, needs those that have their factor.
         """
         module = self._trainer.lightning_module
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        if entries and (
+        return (
             any(is_overridden(name, module) for name in (*_BEFORE_BACKWARD, "backward"))
             or any(is_overridden(name, each, pl.Callback) for name in _BEFORE_BACKWARD for each in callbacks)
-        ):
-            return True
-        return self._engine is not None and self._engine.has_gradient_hooks
+            or (self._engine is not None and self._engine.has_gradient_hooks)
+        )
 
     def _is_unchanged(self, step: _Step) -> bool:
         """Return whether all ranks' counts are those of the step before. Waits for the other ranks."""

@@ -32,16 +32,22 @@ CHANGES = [3, 7, 11]
 
 class Module(pl.LightningModule):
     """With ``keeps_gradients`` the gradients of all steps add up; ``skips`` is a rank without loss in the fourth step,
-    ``adds`` one whose loss has another term there. ``decays`` decays weights by hooks on gradients, ``reads`` is a rank
-    that reads the logged loss before backward, and the loss may not be logged at all."""
+    ``adds`` one whose loss has another term there. ``hooks`` changes gradients: hooks on gradients, hooks after their
+    accumulation, or an overridden ``backward``. ``reads`` is a rank that reads the logged loss before backward, and the
+    loss may not be logged at all."""
 
-    def __init__(self, keeps_gradients=False, skips=None, adds=None, decays=False, reads=None, logs=True):
+    def __init__(self, keeps_gradients=False, skips=None, adds=None, hooks=None, reads=None, logs=True):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        # Under tensor parallelism backward adds up gradients between the layers.
+        layers = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())]
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *layers, nn.Linear(8, 3))
         self.keeps_gradients, self.skips, self.adds, self.steps = keeps_gradients, skips, adds, []
         self.reads, self.logs, self.read = reads, logs, []
-        for param in self.parameters() if decays else ():
-            param.register_hook(lambda grad: grad + 0.1)
+        for param in self.parameters():
+            if hooks == "gradient":
+                param.register_hook(lambda grad: grad + 0.1)
+            if hooks == "accumulation":
+                param.register_post_accumulate_grad_hook(_add)
 
     def training_step(self, batch, batch_idx):
         x, labels = batch
@@ -65,6 +71,17 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class ModuleWithBackward(Module):
+    def backward(self, loss):
+        loss.backward()
+        for param in self.parameters():
+            _add(param)
+
+
+def _add(param):
+    param.grad.add_(0.1)
 
 
 class Reader(pl.Callback):
@@ -99,7 +116,8 @@ def _fit(strategy, devices, overlaps, module, trainer_kwargs):
         factors.append(after(weights))
         return factors[-1]
 
-    module = Module(**module)
+    kind = ModuleWithBackward if module.get("hooks") == "backward" else Module
+    module = kind(**module)
     single = strategy == "single"
     trainer = quiet_trainer(
         strategy="auto" if single else STRATEGIES[strategy](),
@@ -133,10 +151,10 @@ def test_counts_that_change_after_some_steps(strategy):
     (wanted,) = run_ranks(1, _fit, "single", 1, True, {}, kwargs)
     world = 4 if strategy == "tp" else 2
     for rank, found in enumerate(run_ranks(world, _fit, strategy, world, True, {}, kwargs)):
-        assert found["changes"] == ([] if strategy == "zero2_int8" else CHANGES)
+        assert found["changes"] == ([] if strategy in ("zero2_int8", "tp") else CHANGES)
         if strategy != "zero2_int8":
             # Only a rank whose own counts have changed waits before backward.
-            assert found["overlapped"] == ([2, 3, 6, 10] if rank * 2 < world else [2, 6, 10, 11])
+            assert found["overlapped"] == ([] if strategy == "tp" else [[2, 3, 6, 10], [2, 6, 10, 11]][rank])
         for part in ("weights", "logged", "steps"):
             # Gradients of eight bits are not exact.
             if strategy != "zero2_int8":
@@ -152,14 +170,21 @@ def test_counts_that_change_after_some_steps(strategy):
         ({"skips": 1}, {}, CHANGES[1:]),
         ({"adds": 1}, {}, CHANGES[1:]),
         ({"logs": False}, {}, CHANGES[1:]),
-        ({"decays": True}, {}, []),
+        ({"hooks": "gradient"}, {}, []),
+        ({"hooks": "accumulation", "logs": False}, {}, []),
+        ({"hooks": "backward", "logs": False}, {}, []),
         ({"reads": 0}, {}, []),
     ],
-    ids=["kept gradients", "accumulation", "no loss", "another term", "nothing logged", "hooks", "read early"],
+    ids=[
+        *("kept gradients", "accumulation", "no loss", "another term", "nothing logged", "gradient hooks"),
+        *("hooks after accumulation", "backward", "read early"),
+    ],
 )
 def test_the_same_as_without_overlap(strategy, module, kwargs, changes):
     if strategy == "zero3" and "skips" in module:
         pytest.skip("all ranks of zero3 must have a loss")
+    if strategy == "zero3" and module.get("hooks") == "backward":
+        pytest.skip("gradients are those of the shards only after backward")
     overlapped = run_ranks(2, _fit, strategy, 2, True, module, kwargs)
     waiting = run_ranks(2, _fit, strategy, 2, False, module, kwargs)
     for found, wanted in zip(overlapped, waiting, strict=True):
@@ -170,3 +195,18 @@ def test_the_same_as_without_overlap(strategy, module, kwargs, changes):
         assert found["read"] == wanted["read"]
         for part in ("weights", "logged", "steps"):
             assert_close(found[part], wanted[part])
+
+
+def test_tensor_ranks_of_which_one_reads_early():
+    found = run_ranks(4, _fit, "tp", 4, True, {"reads": 0}, {})
+    for part in ("weights", "logged", "steps"):
+        assert_close(found[1][part], found[0][part])
+        assert_close(found[2][part], found[0][part])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "tp"])
+def test_hooks_after_accumulation_change_gradients(strategy):
+    (wanted,) = run_ranks(1, _fit, "single", 1, True, {"hooks": "accumulation"}, {})
+    world = 4 if strategy == "tp" else 2
+    for found in run_ranks(world, _fit, strategy, world, True, {"hooks": "accumulation"}, {}):
+        assert_close(found["weights"], wanted["weights"])

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.checkpoint.tensors import Slots, full_slots
 from lightning_pardist.compat.autograd import after_backward, current_backward
-from lightning_pardist.compat.tensors import gradient_hooks_of
+from lightning_pardist.compat.tensors import accumulation_hooks_of, gradient_hooks_of
 from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
 from lightning_pardist.engines.ddp.bucket import Bucket, partition
 from lightning_pardist.engines.ddp.sparse import reduce_sparse, sparse_parameters
@@ -115,8 +115,9 @@ class GradientReducer:
 
     @property
     def has_gradient_hooks(self) -> bool:
-        """Whether any parameter has a hook on its gradient."""
-        return any(gradient_hooks_of(param) for param in self.module.parameters())
+        """Whether any parameter has a hook on its gradient, besides the reducer's own."""
+        params = self.module.parameters()
+        return any(gradient_hooks_of(p) or len(accumulation_hooks_of(p)) > (p in self._slots) for p in params)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_pardist.compat import fsdp2
 from lightning_pardist.compat.contract import require
-from lightning_pardist.compat.tensors import gradient_hooks_of
+from lightning_pardist.compat.tensors import accumulation_hooks_of, gradient_hooks_of, set_accumulation_hooks
 from lightning_pardist.engines.common.devices import device_of_mesh
 from lightning_pardist.engines.common.elementwise import user_attributes, with_user_attributes
 from lightning_pardist.engines.common.meta_init import (
@@ -119,6 +119,7 @@ def shard(
     settings.tiled = {layer: f"{name}.weight" for name, layer in tiled.items()}
     settings.planned = {unit.module for unit in plan}
     hooks = {name: gradient_hooks_of(parameter) for name, parameter in module.named_parameters()}
+    accumulated = {name: accumulation_hooks_of(parameter) for name, parameter in module.named_parameters()}
     marks = {name: user_attributes(parameter) for name, parameter in module.named_parameters()}
     whole_names = [name for name, parameter in module.named_parameters() if any(parameter is w for w in whole)]
     elsewhere = {id(parameter) for parameter in ignored}
@@ -151,6 +152,8 @@ def shard(
             with_user_attributes(parameter, marks[name])
             if isinstance(parameter, ShardParameter):
                 parameter.gradient_hooks = hooks[name]
+                if accumulated[name]:
+                    set_accumulation_hooks(parameter, accumulated[name])
     by_forward = set(itertools.chain(*(boundaries or ())))
     runtime_units = [
         ShardedUnit(unit, index, unit.module is module, by_forward=unit.module in by_forward)

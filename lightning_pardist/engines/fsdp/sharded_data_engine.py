@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.checkpoint.tensors import Slots, full_slots, in_place, shared_entries, shared_state
-from lightning_pardist.compat.tensors import gradient_hooks_of
+from lightning_pardist.compat.tensors import accumulation_hooks_of, gradient_hooks_of
 from lightning_pardist.engines.common.devices import device_of_mesh
 from lightning_pardist.engines.common.full_tensor_updates import updates_of
 from lightning_pardist.engines.common.gradient_math import Counts
@@ -103,7 +103,10 @@ class ShardedDataEngine:
     def has_gradient_hooks(self) -> bool:
         """Whether any parameter has a hook of the user's on its gradient, which runs on the unsharded gradient."""
         shards = self._in_shards(self.sharded.module.parameters())
-        return any(getattr(shard, "gradient_hooks", None) or gradient_hooks_of(shard) for shard in shards)
+        return any(
+            getattr(shard, "gradient_hooks", None) or gradient_hooks_of(shard) or accumulation_hooks_of(shard)
+            for shard in shards
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
