@@ -123,3 +123,12 @@ def test_gradients_read_around_an_update_are_told_and_a_warm_up_is_not():
     warm_up = pl.LightningModule()
     warm_up.optimizer_step = lambda epoch, batch_idx, optimizer, closure=None: optimizer.step(closure=closure)
     assert not list(hook_warnings(warm_up, [], 4))
+
+
+def test_hooks_after_accumulation_are_warned_about_in_pipelines():
+    module = pl.LightningModule()
+    module.net = nn.Linear(2, 2)
+    module.net.bias.register_post_accumulate_grad_hook(lambda param: None)
+    (told,) = hook_warnings(module, [], 4)
+    assert "Hooks on the gradients of net.bias run for each of 4 micro-batches" in told
+    assert not list(hook_warnings(module, [], 1))

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pardist.compat.modules import has_full_backward_hooks
-from lightning_pardist.compat.tensors import gradient_hooks_of
+from lightning_pardist.compat.tensors import accumulation_hooks_of, gradient_hooks_of
 
 _ON_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 #: Hooks that are also overridden for other reasons (a learning rate warm-up), and usually clip by functions that
@@ -38,7 +38,8 @@ def hook_warnings(module: pl.LightningModule, units: Collection[str], num_microb
             " what they return is lost for other stages. Register them on submodules within a stage, or use hooks"
             " on tensors."
         )
-    hooked = [name for name, param in module.named_parameters() if gradient_hooks_of(param)]
+    params = module.named_parameters()
+    hooked = [name for name, param in params if gradient_hooks_of(param) or accumulation_hooks_of(param)]
     if hooked and num_microbatches > 1:
         yield (
             f"Hooks on the gradients of {', '.join(hooked)} run for each of {num_microbatches} micro-batches: a hook"
