@@ -183,8 +183,6 @@ def test_counts_that_change_after_some_steps(strategy):
 def test_the_same_as_without_overlap(strategy, module, kwargs, changes):
     if strategy == "zero3" and "skips" in module:
         pytest.skip("all ranks of zero3 must have a loss")
-    if strategy == "zero3" and module.get("hooks") == "backward":
-        pytest.skip("gradients are those of the shards only after backward")
     overlapped = run_ranks(2, _fit, strategy, 2, True, module, kwargs)
     waiting = run_ranks(2, _fit, strategy, 2, False, module, kwargs)
     for found, wanted in zip(overlapped, waiting, strict=True):
