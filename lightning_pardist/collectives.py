@@ -166,6 +166,8 @@ def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     gloo supports collectives of GPU tensors, which it copies itself, but sends point-to-point messages from host memory
     only: it would dereference the device's address.
     """
+    if device.type == "cpu":
+        return device
     return torch.device("cpu") if backend_on(group, device) == dist.Backend.GLOO else device
 
 
@@ -199,7 +201,8 @@ def isend(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) 
         The message to wait for before ``tensor`` is written.
     """
     buffer = tensor.to(wire_device(group, tensor.device))
-    return Message(dist.isend(buffer, group=group, group_dst=peer, tag=tag), buffer)
+    # Through the group: torch's function looks its arguments up for several times as long as it sends.
+    return Message(group.send([real_view(buffer)], peer, tag), buffer)
 
 
 def irecv(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) -> Message:
@@ -210,8 +213,13 @@ def irecv(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) 
     """
     wire = wire_device(group, tensor.device)
     buffer = tensor if wire == tensor.device else torch.empty_like(tensor, device=wire)
-    work = dist.irecv(buffer, group=group, group_src=peer, tag=tag)
+    work = group.recv([real_view(buffer)], peer, tag)
     return Message(work, buffer, target=None if buffer is tensor else tensor)
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as a real one with a further dim of size 2, sharing memory; others unchanged."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def gather_among(tensor: Tensor, *, group: dist.ProcessGroup, ranks: Sequence[int]) -> Tensor:

@@ -259,6 +259,11 @@ class RunContext:
         """Number of forward and backward passes of the module per training step."""
         return max(axis.passes_per_step for axis in self.axes)
 
+    @property
+    def host_work(self) -> float:
+        """Work of the host per training step that issues no operators, as a number of operators that take as long."""
+        return sum(axis.host_work for axis in self.axes)
+
     def plain(self, tree: Any) -> Any:
         """Convert values computed by a module to full plain tensors. Collective if an axis split any."""
         for axis in self.axes:
@@ -509,6 +514,14 @@ class ParallelAxis:
     def passes_per_step(self) -> int:
         """Number of forward and backward passes of the module per training step."""
         return 1
+
+    @property
+    def host_work(self) -> float:
+        """Work of the host per training step that issues no operators, as a number of operators that take as long.
+
+        For plans. Measured on CPU, with chains of 2, 16 and 64 layers of width 16, in addition to ``pardist_ddp``'s.
+        """
+        return 0.0
 
     # --- steps --------------------------------------------------------------------------------------------------
 

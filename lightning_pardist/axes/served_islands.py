@@ -20,7 +20,7 @@ from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.refusals import refuse_callbacks
 from lightning_pardist.checkpoint.chunks import Shards
 from lightning_pardist.checkpoint.tensors import copy_from_full, shards_like
-from lightning_pardist.collectives import table_device, world_group
+from lightning_pardist.collectives import real_view, table_device, world_group
 from lightning_pardist.engines.averaging import IslandPart, Meeting, OuterClient, OuterSettings
 from lightning_pardist.engines.ddp.buffers import tensors_without_optimizer
 from lightning_pardist.local_tensors import local_shard
@@ -213,19 +213,20 @@ class ServedIslandsAxis(ParallelAxis):
 
     @torch.no_grad()
     def _flat(self) -> Tensor:
-        parts = [_real(local_shard(each)).reshape(-1).to("cpu", self._dtype) for each in (*self._stepped, *self._rest)]
+        tensors = (*self._stepped, *self._rest)
+        parts = [real_view(local_shard(each)).reshape(-1).to("cpu", self._dtype) for each in tensors]
         return torch.cat([torch.empty(0, dtype=self._dtype), *(part.detach() for part in parts)])
 
     @torch.no_grad()
     def _take(self, values: Tensor) -> None:
         for tensor, piece in self._pieces(values, [*self._stepped, *self._rest]):
-            _real(local_shard(tensor)).copy_(piece)
+            real_view(local_shard(tensor)).copy_(piece)
         # The parameters, not `values`: their rounding to a lower precision must not count as this island's progress.
         self._anchor = self._flat()
 
     def _pieces(self, flat: Tensor, tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         for tensor, piece in zip(tensors, flat.split([_numel(each) for each in tensors]), strict=True):
-            yield tensor, piece.view(_real(local_shard(tensor)).shape)
+            yield tensor, piece.view(real_view(local_shard(tensor)).shape)
 
     def _layout(self) -> bytes:
         digest = hashlib.sha256(self.context.dims.describe().encode())
@@ -269,7 +270,7 @@ class ServedIslandsAxis(ParallelAxis):
         for param, name in self._names.items():
             whole = saved(f"momentum.{name}")
             if whole is not None:
-                momentum = torch.zeros(_real(local_shard(param)).shape, dtype=self._dtype)
+                momentum = torch.zeros(real_view(local_shard(param)).shape, dtype=self._dtype)
                 copy_from_full(whole, shards_like(param, _like(momentum, param)))
                 self._momentum[param] = momentum
 
@@ -310,12 +311,8 @@ def _is_averaged(tensor: Tensor) -> bool:
     return not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def _numel(tensor: Tensor) -> int:
-    return _real(local_shard(tensor)).numel()
+    return real_view(local_shard(tensor)).numel()
 
 
 def _like(flat: Tensor, param: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -78,6 +79,19 @@ def enter_once() -> None:
 def schema_of(operator: Any) -> Any:
     """Return an operator's schema: its arguments and results, and which arguments it writes to."""
     return operator._schema
+
+
+@functools.cache
+def makes_one_tensor(operator: Any) -> bool:
+    """Return whether an operator writes to nothing and returns one tensor, with metadata that depend on metadata only.
+
+    Views are among the operators.
+    """
+    schema = getattr(operator, "_schema", None)
+    if schema is None or schema.is_mutable or len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
+        return False
+    values = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+    return not any(tag in operator.tags for tag in values)
 
 
 def no_modes() -> Any:

@@ -22,6 +22,7 @@ from lightning_pardist.engines.pipeline import (
     PipelineTimeoutError,
     dry_run,
     pipeline_engine,
+    stage_p2p,
     plan_stages,
     record_step,
     split_batch,
@@ -211,9 +212,17 @@ def _lengths_out_of_the_batch() -> None:
         torch.testing.assert_close(torch.stack(list(result.losses)), torch.stack(expected).detach())
 
 
+def _large_values() -> None:
+    """Train with changing shapes where the leading integer and the first value are two messages, as for large ones."""
+    with mock.patch.object(stage_p2p, "_MOST_ATTACHED", 0):
+        _changing_lengths()
+        _lengths_out_of_the_batch()
+
+
 def test_shapes_may_change() -> None:
     run_ranks(2, _changing_lengths)
     run_ranks(2, _lengths_out_of_the_batch)
+    run_ranks(2, _large_values)
 
 
 class _Numbered(nn.Module):

@@ -280,6 +280,14 @@ class PipelineAxis(ParallelAxis):
     def passes_per_step(self) -> int:
         return 1 if self.engine is None or self._is_unsplit else self.engine.options.num_microbatches
 
+    @property
+    @override
+    def host_work(self) -> float:
+        if self.engine is None or self._is_unsplit:
+            return 0.0
+        stages, units, stubs = self.engine.replays
+        return 180.0 + self.passes_per_step * (55.0 * stages + 0.5 * (units + stubs))
+
     @override
     def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Set up calls of the module outside of steps. Collective over the world."""
@@ -397,6 +405,8 @@ class PipelineAxis(ParallelAxis):
             split=microbatching.split,
             share="all",
             parts=TensorParts(self.context.part_of, self.context.of_part),
+            # A plan knows all values of a message or none.
+            attach_lengths=not self.context.is_plan,
             agree_on_counts=self._agree_on_counts,
             timeout_s=settings.message_timeout_s,
             steady_buffers=recorded.steady,

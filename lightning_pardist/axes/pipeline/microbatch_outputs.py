@@ -634,7 +634,7 @@ class _State:
                 record.metrics[name] = _metric_change(metric, source, before)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Frozen:
     """Snapshot of a value, with its contents if it is a list, a dict or an object of the user's.
 

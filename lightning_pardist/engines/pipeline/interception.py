@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -163,12 +164,20 @@ def entries_of(value: Any) -> dict[Any, Any] | None:
     """
     if isinstance(value, dict):
         return value
-    if isinstance(value, (nn.Module, torch.Tensor, Dataset, enum.Enum, Iterator, type)):
-        return None
-    if type(value).__module__.split(".")[0] in _FOREIGN:
+    kind: Any = type(value)
+    if _is_unchanging(kind) or isinstance(value, _UNCHANGING):
         return None
     attributes = getattr(value, "__dict__", None)
     return attributes if isinstance(attributes, dict) else None
+
+
+_UNCHANGING = (nn.Module, torch.Tensor, Dataset, enum.Enum, Iterator, type)
+
+
+@functools.cache
+def _is_unchanging(kind: type) -> bool:
+    """Return whether objects of a class have no entries. Cached: called for each attribute in each micro-batch."""
+    return issubclass(kind, _UNCHANGING) or kind.__module__.split(".")[0] in _FOREIGN
 
 
 def _remember(value: Any, above: tuple[int, ...] = ()) -> Callable[[], None]:

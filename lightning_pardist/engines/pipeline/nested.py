@@ -79,31 +79,49 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _flatten(value: Any, leaves: list[Any], stop: frozenset[int], objects: bool, above: tuple[int, ...]) -> Spec:
+    own: Any = type(value)
+    if _kind_of(own) == "leaf":
+        leaves.append(value)
+        return LEAF
     inside = None if id(value) in stop or id(value) in above else _contents(value)
     if inside is None or (inside[0] == "object" and not objects):
         leaves.append(value)
         return LEAF
     kind, keys, children = inside
     above = (*above, id(value))
-    return Spec(kind, type(value), keys, tuple(_flatten(child, leaves, stop, objects, above) for child in children))
+    return Spec(kind, type(value), keys, tuple([_flatten(child, leaves, stop, objects, above) for child in children]))
 
 
 def _contents(value: Any) -> tuple[str, tuple[Any, ...], list[Any]] | None:
     """Return kind, keys and children of a container; None for a leaf."""
-    if isinstance(value, (torch.Tensor, torch.nn.Module, *ATOMS)) or _is_iterator(value):
+    own: Any = type(value)
+    # An object may present itself as one of another class, as proxies do.
+    kind = _kind_of(value.__class__) if _kind_of(own) == "other" else _kind_of(own)
+    if kind == "leaf":
         return None
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return "fields", (), list(value)
-    if isinstance(value, (list, tuple)):
+    if kind == "fields":
+        return kind, (), list(value)
+    if kind == "sequence":
         # By its iterator: a subclass may refuse len() (irreducible representations).
-        return "sequence", (), list(iter(value))
-    if isinstance(value, Mapping):
-        kind = "record" if dataclasses.is_dataclass(value) else "mapping"
+        return kind, (), list(iter(value))
+    if kind in ("mapping", "record"):
         return kind, tuple(value.keys()), list(value.values())
     attributes = _attributes(value)
     if attributes and not callable(value) and _holds_tensor(value, 0):
         return "object", tuple(attributes), list(attributes.values())
     return None
+
+
+@functools.cache
+def _kind_of(kind: type) -> str:
+    """Return the ``kind`` of :class:`Spec` for a class; ``"other"`` if it depends on the object."""
+    if issubclass(kind, (torch.Tensor, torch.nn.Module, *ATOMS)):
+        return "leaf"
+    if issubclass(kind, (list, tuple)):
+        return "fields" if issubclass(kind, tuple) and hasattr(kind, "_fields") else "sequence"
+    if issubclass(kind, Mapping):
+        return "record" if dataclasses.is_dataclass(kind) else "mapping"
+    return "leaf" if issubclass(kind, Iterator) else "other"
 
 
 def _holds_tensor(value: Any, depth: int) -> bool:

@@ -24,6 +24,7 @@ from lightning_pardist.engines.pipeline.loss_seeds import LossSeeds, LossWeighti
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch
 from lightning_pardist.engines.pipeline.nested import flatten, map_leaves, rebuild
 from lightning_pardist.engines.pipeline.placement import Placement
+from lightning_pardist.engines.pipeline.records import Replays
 from lightning_pardist.engines.pipeline.replay import WHOLE, StageReplay, TensorParts, contains_stub
 from lightning_pardist.engines.pipeline.schedule import (
     ActionLists,
@@ -72,6 +73,7 @@ class PipelineOptions:
         timeout_s: Maximum wait for one message, in seconds.
         steady_buffers: Names of buffers that are updated once per step, whatever the number of micro-batches.
         record_times: Whether to record the times of all computations.
+        attach_lengths: Whether a small value is sent in one message with the integer before it.
     """
 
     schedule: str = "1f1b"
@@ -91,6 +93,7 @@ class PipelineOptions:
     timeout_s: float = 600.0
     steady_buffers: frozenset[str] = frozenset()
     record_times: bool = False
+    attach_lengths: bool = True
 
 
 @dataclass(frozen=True)
@@ -320,6 +323,13 @@ class PipelineEngine:
         trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
         return grad, self.module.training, hash(trained)
 
+    @property
+    def replays(self) -> Replays:
+        """What this rank runs of the recorded run for each micro-batch."""
+        stages = [stage for stage, rank in enumerate(self.stage_ranks) if rank == self.rank]
+        own = [self.plan.calls_of(stage) for stage in stages]
+        return Replays(len(stages), sum(map(len, own)), sum(calls.start for calls in own))
+
     def _training_lists(self, count: int) -> ActionLists:
         options, key = self.options, (count, self.forwards_first)
         if key not in self._train.lists:
@@ -335,7 +345,13 @@ class PipelineEngine:
         trust = wire_device(self.group or world_group(), self.device).type != "cpu"
         return _Program(
             StageReplay(self.module, plan, self.device, parts=self.options.parts),
-            StageP2P(self.group, self.device, self.options.timeout_s, trust_signatures=trust),
+            StageP2P(
+                self.group,
+                self.device,
+                self.options.timeout_s,
+                trust_signatures=trust,
+                attach_lengths=self.options.attach_lengths,
+            ),
         )
 
     def _eval_program(self, plan: PipelinePlan) -> _Program:
@@ -435,12 +451,17 @@ def _unpack_small(leaves: list[Any], packs: dict[Hashable, torch.Tensor]) -> lis
     return [tensors[leaf] if isinstance(leaf, _Packed) else leaf for leaf in leaves]
 
 
+_ALWAYS_PICKLED = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size})
+
+
 def _plain(result: Any) -> Any:
     """Detach a result's tensors, and replace stubs and values that cannot be pickled by None."""
 
     def leaf(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             return None if contains_stub(item) else item.detach()
+        if type(item) in _ALWAYS_PICKLED:
+            return item
         try:
             pickle.dumps(item)
         except Exception:

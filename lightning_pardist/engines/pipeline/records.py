@@ -28,6 +28,20 @@ class Escape(NamedTuple):
     call: int
 
 
+class Replays(NamedTuple):
+    """What a rank runs of a recorded run for each micro-batch.
+
+    Attributes:
+        stages: Number of stages.
+        units: Calls of units.
+        stubs: Calls of earlier stages' units, which return what was received, or stubs.
+    """
+
+    stages: int
+    units: int
+    stubs: int
+
+
 #: Dependency of a value: an output of a call, an escape, or a parameter by name.
 Source = Value | Escape | str
 

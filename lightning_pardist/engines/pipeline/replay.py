@@ -323,13 +323,17 @@ class _Run:
 
     def _in_parts(self, output: Output, leaves: list[Any]) -> tuple[Output, list[Any]]:
         """Replace split tensors by this rank's parts, which are sent to the same rank of the next stage."""
-        described, own = list(output.leaves), list(leaves)
-        for position, (leaf, tensor) in enumerate(zip(described, leaves, strict=True)):
+        splits: dict[int, TensorLeaf] = {}
+        own = list(leaves)
+        for position, (leaf, tensor) in enumerate(zip(output.leaves, leaves, strict=True)):
             if isinstance(leaf, TensorLeaf):
                 own[position], split = self.replay.parts.take(tensor)
                 if split is not None:
-                    described[position] = leaf.split_by(split)
-        return replace(output, leaves=tuple(described)), own
+                    splits[position] = leaf.split_by(split)
+        if splits:
+            described = (splits.get(position, leaf) for position, leaf in enumerate(output.leaves))
+            output = replace(output, leaves=tuple(described))
+        return output, own
 
     def _stub(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self.done.outputs[index]

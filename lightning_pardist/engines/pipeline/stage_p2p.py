@@ -23,6 +23,10 @@ from lightning_pardist.engines.pipeline.errors import PipelineTimeoutError
 from lightning_pardist.engines.pipeline.records import ConstLeaf, Leaf, Output, TensorLeaf, Value
 
 _TAGS_PER_MESSAGE = 4096
+#: Largest first value, in bytes, that is copied behind the leading integer: copying it is faster than a second message.
+_MOST_ATTACHED = 2**16
+#: Bytes of the leading integer in front of a value, a multiple of the size of every dtype's elements.
+_LEAD = 16
 #: Types of outputs that are compared by their text.
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 #: Types of outputs that hardly ever differ between batches of the same shapes.
@@ -112,6 +116,7 @@ class StageP2P:
         timeout_s: Longest wait for one message, in seconds.
         trust_signatures: Whether a known signature determines the shapes, so that messages have no leading integer.
             Needed for backends without tags (NCCL); changing shapes are then an error.
+        attach_lengths: Whether the leading integer and a small first value of known shape are one message, on CPU.
     """
 
     def __init__(
@@ -120,6 +125,7 @@ class StageP2P:
         device: torch.device,
         timeout_s: float,
         trust_signatures: bool = False,
+        attach_lengths: bool = True,
     ) -> None:
         self.group = group or world_group()
         self.device = device
@@ -127,6 +133,7 @@ class StageP2P:
         self._wire = wire_device(self.group, device)
         self.timeout = timedelta(seconds=timeout_s)
         self.trust = trust_signatures
+        self._attaches = attach_lengths and not trust_signatures and device.type == "cpu"
         self._sent = _LayoutCache(is_final=trust_signatures)
         self._received = _LayoutCache(is_final=trust_signatures)
         self._pending: list[Message] = []
@@ -154,10 +161,8 @@ class StageP2P:
         layout = _Layout(outputs, tuple(TensorLeaf.of(tensor) for tensor in tensors))
         known = self._sent.get(key)
         if known is not None and known.facts == layout.facts:
-            if not self.trust:
-                self._send(torch.zeros(1, dtype=torch.int64), peer, tag)
-            for index, (tensor, leaf) in enumerate(zip(tensors, known.leaves, strict=True)):
-                self._send(_packed(tensor, leaf), peer, tag + 1 + index)
+            packed = [_packed(tensor, leaf) for tensor, leaf in zip(tensors, known.leaves, strict=True)]
+            self._send_known(known, packed, 0, peer, tag)
             return
         if known is not None and self.trust:
             raise RuntimeError(
@@ -168,15 +173,34 @@ class StageP2P:
             )
         self._sent.learn(key, layout)
         header = torch.frombuffer(bytearray(pickle.dumps((layout.outputs, layout.leaves))), dtype=torch.uint8)
-        self._send(torch.tensor([header.numel()]), peer, tag)
-        if known is not None:
+        if known is None:
+            self._send(torch.tensor([header.numel()]), peer, tag)
+        else:
             # The receiver has posted buffers of the old shapes: complete these receives with dummy tensors.
-            for index, leaf in enumerate(known.leaves):
-                self._send(_buffer(leaf, self.device)[0], peer, tag + 1 + index)
+            dummies = [_buffer(leaf, self.device)[0] for leaf in known.leaves]
+            self._send_known(known, dummies, header.numel(), peer, tag)
         behind = tag + 1 + len(tensors)
         self._send(header, peer, behind)
         for index, (tensor, leaf) in enumerate(zip(tensors, layout.leaves, strict=True)):
             self._send(_packed(tensor, leaf), peer, behind + 1 + index)
+
+    def _is_attached(self, known: _Layout) -> bool:
+        """Return whether the leading integer and the first value of a known layout are one message."""
+        first = known.leaves[0].num_bytes if known.leaves else 0
+        return self._attaches and 0 < first <= _MOST_ATTACHED
+
+    def _send_known(self, known: _Layout, packed: Sequence[torch.Tensor], lead: int, peer: int, tag: int) -> None:
+        """Send the leading integer and tensors of a layout for which the receiver has posted buffers."""
+        attached = self._is_attached(known)
+        if attached:
+            whole, length, first = _leading(known.leaves[0])
+            length.fill_(lead)
+            first.copy_(packed[0])
+            self._send(whole, peer, tag)
+        elif not self.trust:
+            self._send(torch.tensor([lead]), peer, tag)
+        for index, tensor in list(enumerate(packed))[attached:]:
+            self._send(tensor, peer, tag + 1 + index)
 
     def post_values(self, key: Hashable, peer: int, tag: int, num_values: int) -> PendingValues:
         """Post the receives for :meth:`send_values`; blocks only if signatures are trusted and this one is new.
@@ -190,12 +214,17 @@ class StageP2P:
         tag *= _TAGS_PER_MESSAGE
         pending = PendingValues(key, peer, tag, torch.zeros(1, dtype=torch.int64), None)
         known = self._received.get(key)
-        if known is None or not self.trust:
+        attached = known is not None and self._is_attached(known)
+        if not attached and (known is None or not self.trust):
             pending.length = pending.length.to(self._wire)
             pending.works.append(self._recv(pending.length, peer, tag))
         if known is not None:
             pending.outputs, pending.posted = known.outputs, []
-            for index, leaf in enumerate(known.leaves):
+            if attached:
+                whole, pending.length, first = _leading(known.leaves[0])
+                pending.posted.append(first.permute(_inverse(known.leaves[0])))
+                pending.works.append(self._recv(whole, peer, tag))
+            for index, leaf in list(enumerate(known.leaves))[attached:]:
                 packed, tensor = _buffer(leaf, self.device)
                 pending.posted.append(tensor)
                 if packed.numel():
@@ -341,7 +370,21 @@ def _packed(tensor: torch.Tensor, leaf: TensorLeaf) -> torch.Tensor:
 
 def _buffer(leaf: TensorLeaf, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a contiguous buffer, and the view of it with the leaf's shape and order of strides."""
+    packed = torch.empty(_packed_shape(leaf), dtype=leaf.dtype, device=device)
+    return packed, packed.permute(_inverse(leaf))
+
+
+def _leading(leaf: TensorLeaf) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a buffer on the CPU, and its views for the leading integer and for a packed value."""
+    whole = torch.empty(_LEAD + leaf.num_bytes, dtype=torch.uint8)
+    return whole, whole[:8].view(torch.int64), whole[_LEAD:].view(leaf.dtype).view(_packed_shape(leaf))
+
+
+def _packed_shape(leaf: TensorLeaf) -> list[int]:
+    return [leaf.shape[dim] for dim in _order(leaf)]
+
+
+def _inverse(leaf: TensorLeaf) -> list[int]:
+    """Return the dims of a packed tensor in the order of the leaf's."""
     order = _order(leaf)
-    packed = torch.empty([leaf.shape[dim] for dim in order], dtype=leaf.dtype, device=device)
-    inverse = sorted(range(len(order)), key=lambda position: order[position])
-    return packed, packed.permute(inverse)
+    return sorted(range(len(order)), key=lambda position: order[position])
