@@ -217,6 +217,191 @@ def _convolutions(inside: int, outside: int) -> nn.Sequential:
     )
 
 
+class GRUModule(_Module):
+    """Tagger with a bidirectional GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(3000, 192), nn.Linear(384, 40)
+        self.gru = nn.GRU(192, 192, num_layers=2, batch_first=True, bidirectional=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(self.gru(self.embed(batch[0]))[0]).flatten(0, 1), batch[1].flatten())
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randint(3000, (count, 48)), torch.randint(40, (count, 48)))
+
+
+class EncoderModule(_Module):
+    """Transformer encoder of torch, 5 layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(192, 6, 768, batch_first=True, dropout=0.0)
+        self.embed, self.net, self.head = nn.Linear(32, 192), nn.TransformerEncoder(layer, 5), nn.Linear(192, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.head(self.net(self.embed(batch[0]))), batch[1])
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randn(count, 64, 32), torch.randn(count, 64, 8))
+
+
+class ImageModule(_Module):
+    """A model of torchvision that classifies images.
+
+    Attributes:
+        size: Height and width of an image.
+    """
+
+    size = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = self.make()
+
+    def make(self) -> nn.Module:
+        """Return the model."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    @classmethod
+    def data(cls, count: int) -> TensorDataset:
+        return TensorDataset(torch.randn(count, 3, cls.size, cls.size), torch.randint(10, (count,)))
+
+
+class ViTModule(ImageModule):
+    """Vision transformer of 4 layers."""
+
+    def make(self) -> nn.Module:
+        from torchvision.models import VisionTransformer
+
+        return VisionTransformer(64, 8, 4, 4, 192, 384, num_classes=10)
+
+
+class MobileNetModule(ImageModule):
+    """MobileNet V3."""
+
+    size = 96
+
+    def make(self) -> nn.Module:
+        from torchvision.models import mobilenet_v3_small
+
+        return mobilenet_v3_small(num_classes=10)
+
+
+class ConvNeXtModule(ImageModule):
+    """ConvNeXt of three stages."""
+
+    def make(self) -> nn.Module:
+        from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+        blocks = [CNBlockConfig(48, 96, 2), CNBlockConfig(96, 192, 2), CNBlockConfig(192, None, 4)]
+        return ConvNeXt(blocks, num_classes=10)
+
+
+class AutoencoderModule(_Module):
+    """Autoencoder of linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (784, 512, 256, 64, 256, 512, 784)
+        layers = [each for pair in pairwise(widths) for each in (nn.Linear(*pair), nn.ReLU())]
+        self.net = nn.Sequential(*layers[:-1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[0])
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randn(count, 784))
+
+
+class MixerModule(_Module):
+    """MLP-Mixer of 6 layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(48, 128), nn.Linear(128, 10)
+        self.tokens, self.channels = (
+            nn.ModuleList(
+                nn.Sequential(nn.LayerNorm(width), nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+                for _ in range(6)
+            )
+            for width, inner in ((64, 128), (128, 512))
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0])
+        for tokens, channels in zip(self.tokens, self.channels, strict=True):
+            x = x + tokens(x.transpose(1, 2)).transpose(1, 2)
+            x = x + channels(x)
+        return F.cross_entropy(self.head(x.mean(1)), batch[1])
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randn(count, 64, 48), torch.randint(10, (count,)))
+
+
+class WideModule(_Module):
+    """Recommender with 12 embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeds = nn.ModuleList(nn.Embedding(2000, 32) for _ in range(12))
+        self.net = nn.Sequential(nn.Linear(384, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        values = torch.cat([embed(batch[0][:, index]) for index, embed in enumerate(self.embeds)], 1)
+        return F.binary_cross_entropy_with_logits(self.net(values)[:, 0], batch[1])
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randint(2000, (count, 12)), torch.rand(count))
+
+
+class GPT2Module(_Module):
+    """GPT-2 of transformers, 6 layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(vocab_size=4000, n_embd=256, n_layer=6, n_head=8, n_positions=128, resid_pdrop=0.0,
+                            embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+        self.net = GPT2LMHeadModel(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(input_ids=batch[0], labels=batch[0]).loss
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randint(4000, (count, 96)))
+
+
+class LlamaModule(_Module):
+    """Llama of transformers, 6 layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(vocab_size=3000, hidden_size=192, intermediate_size=512, num_hidden_layers=6,
+                             num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=128)  # fmt: skip
+        self.net = LlamaForCausalLM(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(input_ids=batch[0], labels=batch[0]).loss
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randint(3000, (count, 80)))
+
+
 MODELS: dict[str, Any] = {
     "gpt": GPTModule,
     "resnet18": ResNetModule,
@@ -227,4 +412,15 @@ MODELS: dict[str, Any] = {
     "mixtral": MixtralModule,
     "mixture": MixtureModule,
     "unet": UNetModule,
+    # With those below no factor of the time model was chosen.
+    "gru": GRUModule,
+    "encoder": EncoderModule,
+    "vit": ViTModule,
+    "mobilenet": MobileNetModule,
+    "convnext": ConvNeXtModule,
+    "autoencoder": AutoencoderModule,
+    "mixer": MixerModule,
+    "wide": WideModule,
+    "gpt2": GPT2Module,
+    "llama": LlamaModule,
 }

@@ -123,6 +123,11 @@ class FSDPAxis(DataParallelAxis):
         #: Names of modules whose listed experts are gathered together with them, so that all ranks gather in one order.
         self._callers: list[str] = []
 
+    @property
+    @override
+    def host_work(self) -> float:
+        return 340.0
+
     @override
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
         if self.data_shard_size == "auto":

@@ -64,6 +64,11 @@ class ZeroAxis(DataParallelAxis):
 
     @property
     @override
+    def host_work(self) -> float:
+        return 140.0
+
+    @property
+    @override
     def kept_on_host(self) -> Sequence[str]:
         return () if self.offload.offload is None else ("gradients", "optimizer")
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_pardist.compat.fake_tensors import UncompiledMode, is_wrapper, key_of, schema_of, storage_key
 from lightning_pardist.engines.pipeline.flops import count_flops
+from lightning_pardist.engines.pipeline.stubs import StubTensor
 from lightning_pardist.planner.arguments import group_in, is_view, received_by, tensors_in, written_by
 
 #: Kinds of memory, in display order.
@@ -94,6 +95,17 @@ class HostStep:
 
 
 @dataclass(slots=True)
+class HostWork:
+    """Work of the host that issues nothing, between operators.
+
+    Attributes:
+        operators: Its duration, in operators that the host issues in this time.
+    """
+
+    operators: float
+
+
+@dataclass(slots=True)
 class FileTransfer:
     """Transfer of optimizer state from a file for the step and back.
 
@@ -121,7 +133,9 @@ class Held:
 
 
 #: A change of memory is a tuple of a block and a number of bytes.
-Event = Operator | Message | HostStep | FileTransfer | tuple[Block, int]
+Event = Operator | Message | HostStep | HostWork | FileTransfer | tuple[Block, int]
+#: An operator on a pipeline's stubs, which computes nothing.
+STUBBED = HostWork(1.0)
 
 
 class Ledger(UncompiledMode):
@@ -226,6 +240,10 @@ class Ledger(UncompiledMode):
             # A DTensor dispatches operators on its local tensor, which are recorded.
             return NotImplemented
         result = func(*args, **kwargs)
+        if any(isinstance(leaf, StubTensor) for leaf in inputs):
+            if self.recording:
+                self.events.append(STUBBED)
+            return result
         if is_view(func):
             # All views share one storage, and a chunk over many ranks returns many of them.
             self.note([result] if isinstance(result, Tensor) else result[:1])
@@ -278,7 +296,7 @@ class Ledger(UncompiledMode):
         self.events.append(Message(name, ranks, size, touches, peer))
 
     def _note(self, tensor: Tensor) -> Block | None:
-        if is_wrapper(tensor) or tensor.is_meta or tensor.layout != torch.strided:
+        if is_wrapper(tensor) or tensor.is_meta or tensor.layout != torch.strided or isinstance(tensor, StubTensor):
             return None
         return self._note_storage(tensor.untyped_storage())
 

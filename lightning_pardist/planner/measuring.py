@@ -104,7 +104,8 @@ def measure_rank(
     flops = {str(dtype).removeprefix("torch."): _flops(device, dtype) for dtype in _DTYPES}
     if device.type == "cuda":
         flops["tf32"] = _flops(device, torch.float32, tf32=True)
-    computes, updates = _operator_seconds(device)
+    issued = [_operator_seconds(device) for _ in range(_PASSES if by_size else 1)]
+    computes, updates = map(statistics.median, zip(*issued, strict=True))
     rates = {**flops, "memory": _memory_rate(device), "operator": -computes, "update": -updates}
     slowest = torch.tensor(list(rates.values()), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
@@ -112,8 +113,11 @@ def measure_rank(
     inside, between, share, messages = _links(device, hosts, rank, passes=_PASSES if by_size else 0)
     operators: Rates = {}
     cache = 0.0
+    cold, core = 1.0, 0.0
+    if by_size and device.type == "cpu":
+        cache, core = min(_gathered(_cache_bytes())), _core_cache_bytes()
+        cold = statistics.median(_gathered(_cold_factor(int(core))))
     if by_size:
-        cache = min(_gathered(_cache_bytes())) if device.type == "cpu" else 0.0
         # Use the minimum: a round in which the heap grows takes ten times as long because of page faults.
         passes = [measure_operators(device, lambda run: _seconds(run, device, of=min)) for _ in range(_PASSES)]
         operators = _slowest_rates(_median_rates(passes))
@@ -156,10 +160,13 @@ def measure_rank(
         host_bytes_per_s=sheet.host_bytes_per_s,
         disk_bytes_per_s=disk_rate or sheet.disk_bytes_per_s,
         cache_bytes=cache,
+        host_cold_factor=cold,
+        host_cache_bytes=core,
     )
     if not operators or profile.asynchronous:
         return profile
-    return replace(profile, operator_efficiency=_operator_efficiency(profile, device))
+    efficiencies = [_operator_efficiency(profile, device) for _ in range(_PASSES)]
+    return replace(profile, operator_efficiency=statistics.median(efficiencies))
 
 
 def nodes_of(hosts: Sequence[str]) -> list[list[int]]:
@@ -452,6 +459,30 @@ def _operator_seconds(device: torch.device) -> tuple[float, float]:
     updates = sum(event.updates for event in operators)
     computes = _seconds(compute, device, repeat=3) / (len(operators) - updates)
     return computes, _seconds(update, device, repeat=3) / updates
+
+
+def _core_cache_bytes() -> float:
+    """Return the size of a processor core's own cache, or that of a typical one."""
+    name = "SC_LEVEL2_CACHE_SIZE"
+    return float((os.sysconf(name) if name in os.sysconf_names else 0) or 1 << 20)
+
+
+def _cold_factor(core_cache_bytes: int) -> float:
+    """Return how much longer this rank's host issues an operator if the last one filled its core's own cache."""
+    layers = [nn.Linear(16, 16) for _ in range(16)]
+    inputs, large = torch.randn(8, 16), torch.ones(core_cache_bytes)
+
+    def run(issues: bool, evicts: bool) -> None:
+        values = inputs
+        for layer in layers:
+            values = torch.relu(layer(values)) if issues else values
+            if evicts:
+                large.add_(1.0)
+
+    warm, alone, cold = (
+        _seconds(partial(run, *each), torch.device("cpu")) for each in ((True, False), (False, True), (True, True))
+    )
+    return max(1.0, (cold - alone) / warm)
 
 
 def _operator_efficiency(profile: DeviceProfile, device: torch.device) -> float:

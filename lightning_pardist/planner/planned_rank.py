@@ -28,7 +28,7 @@ from lightning_pardist.compat.optimizers import as_on_devices
 from lightning_pardist.compat.pytree import tree_map_only
 from lightning_pardist.mesh import ParallelDims
 from lightning_pardist.planner.exchange import Exchange, Stuck, Turns
-from lightning_pardist.planner.ledger import Event, FileTransfer, Held, HostStep, Operator
+from lightning_pardist.planner.ledger import Event, FileTransfer, Held, HostStep, HostWork, Message, Operator
 from lightning_pardist.planner.skipped_kernels import Forms, SkippedKernels
 from lightning_pardist.planner.step_ledger import StepLedger
 from lightning_pardist.runtime.distributed_context import trial_meshes
@@ -37,6 +37,8 @@ from lightning_pardist.trainer.sample_batches import undisturbed_random
 
 #: Buffers of up to this number of elements are copied with their values.
 _SMALL_BUFFER = 1 << 20
+#: Work of the host in a step of any strategy (the Trainer's loop), see :attr:`ParallelAxis.host_work`.
+_STEP = 170.0
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,7 @@ def _traced(
             on_host -= in_files - resident
         else:
             held = Held({**held.by_kind, "optimizer": resident})
+    events, begins = _with_host_work(events, begins, _STEP + watch.host_work)
     return RankTrace(
         made.dims,
         place.rank,
@@ -274,6 +277,32 @@ def _stepping_on_host(events: Sequence[Event], begins: int, copied: int) -> list
     works = [event for event in last if isinstance(event, Operator)]
     step = HostStep(sum(event.moved for event in works), copied, len(works))
     return [*events[:begins], step, *(each for each in last if not isinstance(each, Operator))]
+
+
+def _with_host_work(events: Sequence[Event], begins: int, work: float) -> tuple[list[Event], int]:
+    """Add the host's work to a step's events: before each message of a stage, or else before the optimizer's step.
+
+    Args:
+        events: The events.
+        begins: Number of events before the optimizer's step.
+        work: Work of the host, in operators.
+
+    Returns:
+        All events, and the number of those before the optimizer's step.
+    """
+    messages = sum(map(_is_between_stages, events))
+    if not messages:
+        return [*events[:begins], HostWork(work), *events[begins:]], begins + 1
+    each = HostWork(work / messages)
+    before, after = (
+        [one for event in part for one in ((each, event) if _is_between_stages(event) else (event,))]
+        for part in (events[:begins], events[begins:])
+    )
+    return [*before, *after], len(before)
+
+
+def _is_between_stages(event: Event) -> bool:
+    return isinstance(event, Message) and event.peer >= 0
 
 
 def _optimizers_of(place: Place) -> AbstractContextManager[None]:

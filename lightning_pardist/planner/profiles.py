@@ -46,6 +46,9 @@ class DeviceProfile:
         inside: Link inside a node.
         between: Link between nodes.
         host_s_per_operator: Seconds that Python takes to issue one operator of forward or backward.
+        host_cold_factor: Factor on ``host_s_per_operator`` after an operator that has read and written
+            ``host_cache_bytes``, where host and device are one processor: the host's code and data are read again.
+        host_cache_bytes: Size of the processor core's own cache; 0 to ignore it.
         host_s_per_update: Seconds that Python takes to issue one operator of an optimizer's update.
         operator_s: Minimum duration of an operator, in seconds.
         asynchronous: Whether the device executes asynchronously to the host.
@@ -95,6 +98,8 @@ class DeviceProfile:
     disk_bytes_per_s: float = 2e9
     cache_bytes: float = 0.0
     host_s_per_update: float = 8e-6
+    host_cold_factor: float = 1.0
+    host_cache_bytes: float = 0.0
     operator_efficiency: float = 1.0
 
     def flops_of(self, dtype: str) -> float:

@@ -44,9 +44,9 @@ _NOT_BY_DEFAULT = (
 )
 #: Minimum number of strategies to trace for comparison with the best one, unless their states exceed the device.
 _COMPARED = 4
-#: Host time of an operator in a stage of a pipeline, relative to the plain step: stages replay the user's step, see
-#: engines/pipeline/replay.py. Measured with eight small modules on CPU.
-_REPLAYED = 2.5
+#: Further time of the host for an operator on split tensors, whose layouts Python looks up, and for one in a stage of a
+#: pipeline, relative to an operator of an ordinary step. Measured with eight small modules on CPU.
+_SPLIT, _REPLAYED = 4.0, 1.0
 _NOT_TRACED = "not traced, but may be the best for this device: make a new plan."
 
 
@@ -514,11 +514,17 @@ class Search:
         self, ranks: Sequence[RankTrace], profile: DeviceProfile
     ) -> tuple[dict[int, StepTime], dict[str, float]]:
         """Return times by rank, and the bytes by axis of the rank that sends most."""
-        if ranks[0].dims.pipeline_parallel > 1:
-            profile = replace(profile, host_s_per_operator=_REPLAYED * profile.host_s_per_operator)
-        times = time_ranks({each.rank: each.events for each in ranks}, profile, ranks_per_node=self._job.devices)
+        events = {each.rank: each.events for each in ranks}
+        factor = _host_factor(ranks[0].dims)
+        times = time_ranks(events, profile, ranks_per_node=self._job.devices, host_factor=factor)
         sent = [_sent_by_axis(each.events, each.dims) for each in ranks]
         return times, max(sent, key=lambda by_axis: sum(by_axis.values()))
+
+
+def _host_factor(dims: ParallelDims) -> float:
+    """Return the host's time for an operator of forward and backward, relative to an ordinary step."""
+    splits = dims.tensor_parallel > 1 or dims.context_parallel > 1
+    return 1.0 + (_SPLIT if splits else 0.0) + (_REPLAYED if dims.pipeline_parallel > 1 else 0.0)
 
 
 def _is_own_defect(error: BaseException) -> bool:

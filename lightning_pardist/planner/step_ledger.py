@@ -33,6 +33,7 @@ class StepLedger(pl.Callback):
         events: Events of the step.
         before_optimizer: Number of events before the optimizer's step.
         microbatches: Number of forward and backward passes in the step.
+        host_work: Work of the host for the strategy in the step, see :attr:`ParallelAxis.host_work`.
     """
 
     def __init__(self, *, ends: bool = False, step: int = 2, away: Sequence[str] = ()) -> None:
@@ -43,6 +44,7 @@ class StepLedger(pl.Callback):
         self.events: list[Event] = []
         self.before_optimizer = 0
         self.microbatches = 1
+        self.host_work = 0.0
         self._ledger: Ledger | None = None
         self._batches = 0
         self._marks: list[tuple[int, str]] = []
@@ -97,7 +99,8 @@ class StepLedger(pl.Callback):
         self.held, where = self._ledger.at_peak(self._away, self.before_optimizer if self._away else None)
         self.held_away = self._ledger.held_before(self._away, self.before_optimizer)
         self.peak_in = next((name for at, name in reversed(self._marks) if at <= where), "forward")
-        self.microbatches = trainer.strategy.context.passes_per_step  # type: ignore[attr-defined]
+        context = trainer.strategy.context  # type: ignore[attr-defined]
+        self.microbatches, self.host_work = context.passes_per_step, context.host_work
         if self.peak_in != "optimizer" and self.microbatches > 1:
             self.peak_in = "forward and backward of micro-batches"
 

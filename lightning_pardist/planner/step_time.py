@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from lightning_pardist.planner.errors import PlanError
-from lightning_pardist.planner.ledger import Block, Event, FileTransfer, HostStep, Message, Operator
+from lightning_pardist.planner.ledger import Block, Event, FileTransfer, HostStep, HostWork, Message, Operator
 from lightning_pardist.planner.operator_rates import rate_near, rate_of
 from lightning_pardist.planner.profiles import DeviceProfile, Link
 
@@ -79,7 +79,7 @@ def time_step(events: Sequence[Event], profile: DeviceProfile, *, ranks_per_node
 
 
 def time_ranks(
-    steps: dict[int, Sequence[Event]], profile: DeviceProfile, *, ranks_per_node: int
+    steps: Mapping[int, Sequence[Event]], profile: DeviceProfile, *, ranks_per_node: int, host_factor: float = 1.0
 ) -> dict[int, StepTime]:
     """Simulate the steps of ranks that exchange messages. All of them end at the same time as the last.
 
@@ -87,12 +87,15 @@ def time_ranks(
         steps: Events by global rank.
         profile: Profile of the device.
         ranks_per_node: See :func:`time_step`.
+        host_factor: Time that the host takes for an operator of forward and backward, relative to an ordinary step.
 
     Raises:
         PlanError: If ranks wait for messages that none of them sends.
     """
     wires: dict[tuple[int, int], deque[float]] = {}
-    players = {rank: _Player(rank, events, profile, ranks_per_node, wires) for rank, events in steps.items()}
+    players = {
+        rank: _Player(rank, events, profile, ranks_per_node, wires, host_factor) for rank, events in steps.items()
+    }
     waiting = set(players)
     for rank in players:
         for other in players:
@@ -166,9 +169,10 @@ class _Player:
         profile: DeviceProfile,
         ranks_per_node: int,
         wires: dict[tuple[int, int], deque[float]],
+        host_factor: float,
     ) -> None:
         self._rank, self._events, self._profile, self._wires = rank, events, profile, wires
-        self._ranks_per_node = ranks_per_node
+        self._ranks_per_node, self._host_factor = ranks_per_node, host_factor
         self._next = 0
         self._host = self._device = self._compute = self._waited = self._for_stages = self._on_wire = 0.0
         self._groups: dict[object, float] = {}
@@ -178,6 +182,8 @@ class _Player:
         self._on_way: list[_MessageInFlight] = []
         #: Storages last written by a message of another stage.
         self._received: set[int] = set()
+        #: Bytes that operators read and wrote: all, all before the last work of the host, and the last one.
+        self._moved = self._moved_before_work = self._last_moved = 0
         self._cache = _Cache(profile.cache_bytes) if profile.cache_bytes else None
         self._spans: list[Span] = []
 
@@ -208,6 +214,9 @@ class _Player:
                 copies = event.copied / (profile.host_link_bytes_per_s * profile.link_efficiency)
                 issues = event.operators * profile.host_s_per_update
                 self._wait_for_host(copies + issues + event.moved / profile.host_bytes_per_s)
+            elif isinstance(event, HostWork):
+                self._host += event.operators * self._host_seconds(self._moved - self._moved_before_work)
+                self._moved_before_work = self._moved
             elif isinstance(event, FileTransfer):
                 self._wait_for_host(event.moved / self._profile.disk_bytes_per_s)
             elif isinstance(event, Message):
@@ -227,7 +236,8 @@ class _Player:
 
     def _operate(self, event: Operator) -> None:
         profile = self._profile
-        self._host += profile.host_s_per_update if event.updates else profile.host_s_per_operator
+        self._host += profile.host_s_per_update if event.updates else self._host_factor * self._host_seconds()
+        self._moved, self._last_moved = self._moved + event.moved, event.moved
         took = operator_seconds(event, profile)
         if self._cache is not None:
             took = _with_misses(took, event, self._cache.missed(event), profile)
@@ -253,6 +263,18 @@ class _Player:
             self._received.discard(key)
         if not profile.asynchronous:
             self._host = self._device
+
+    def _host_seconds(self, moved: int | None = None) -> float:
+        """Return the seconds in which the host issues an operator; longer if its code and data have been evicted.
+
+        Args:
+            moved: Bytes that operators have read and written since the host last ran this code; by default those of the
+                last operator.
+        """
+        profile = self._profile
+        moved = self._last_moved if moved is None else moved
+        cold = min(1.0, moved / profile.host_cache_bytes) if profile.host_cache_bytes else 0.0
+        return profile.host_s_per_operator * (1 + cold * (profile.host_cold_factor - 1))
 
     def _wait_for_host(self, took: float) -> None:
         """Simulate a host step, between all other work; overlap of copies is not modelled."""
@@ -291,7 +313,7 @@ class _Player:
         wire = self._wires.get((other, self._rank)) if receives else None
         if wire is not None and not wire:
             return False
-        self._host += self._profile.host_s_per_operator
+        self._host += self._host_seconds()
         took = message_seconds(event, self._profile, ranks_per_node=self._ranks_per_node, rank=self._rank)
         ready = max((self._done.get(key, 0.0) for key in event.touches), default=0.0)
         stream: object = (other, event.name) if single else event.ranks

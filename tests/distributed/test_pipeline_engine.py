@@ -22,10 +22,10 @@ from lightning_pardist.engines.pipeline import (
     PipelineTimeoutError,
     dry_run,
     pipeline_engine,
-    stage_p2p,
     plan_stages,
     record_step,
     split_batch,
+    stage_p2p,
 )
 from lightning_pardist.engines.pipeline.stage_p2p import StageP2P
 from tests.helpers.pipeline_parity import whole_state

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 import lightning_pardist
 from lightning_pardist.cli import main
 from lightning_pardist.compat.fake_group import in_fake_world
+from lightning_pardist.engines.pipeline.stubs import StubMode
 from lightning_pardist.planner import DeviceProfile, PlanError, ProfileError, find_profile, measuring, plan, search
 from lightning_pardist.planner.candidates import DEFAULT, Candidate, enumerate_candidates
-from lightning_pardist.planner.ledger import Block, HostStep, Ledger, Message, Operator
+from lightning_pardist.planner.ledger import Block, HostStep, HostWork, Ledger, Message, Operator
 from lightning_pardist.planner.measuring import measure_alone, measure_rank, nodes_of
 from lightning_pardist.planner.operator_rates import measure_operators, rate_near, size_of
 from lightning_pardist.planner.profiles import Link, data_sheet_of
@@ -459,6 +460,48 @@ def test_updates_have_a_host_time_of_their_own():
     computes, updates = _add(0, (), ()), _add(0, (), (), updates=True)
     assert time_step([computes], profile, ranks_per_node=1).step == pytest.approx(1e-3)
     assert time_step([computes, updates], profile, ranks_per_node=1).step == pytest.approx(1.1e-3)
+
+
+def test_the_host_is_slower_once_its_code_has_left_the_cache():
+    profile = replace(
+        find_profile("cpu"), host_s_per_operator=1e-3, host_cold_factor=3.0, host_cache_bytes=1e6, operator_s=0.0,
+        bytes_per_s=1e15, cache_bytes=0.0,
+    )  # fmt: skip
+
+    def seconds(*events, **kwargs):
+        return time_step(events, profile, ranks_per_node=1, **kwargs).step
+
+    small, large = _add(0, (), ()), _add(10**6, (), ())
+    assert seconds(small, small) == pytest.approx(2e-3)
+    assert seconds(large, small) == pytest.approx(4e-3, rel=1e-3)
+    assert seconds(_add(500_000, (), ()), small) == pytest.approx(3e-3, rel=1e-3)
+    # Work that is done once per step is cold if the step moves more than the cache, whatever came last.
+    assert seconds(large, small, HostWork(2.0)) == pytest.approx(1e-3 + 3e-3 + 2 * 3e-3, rel=1e-3)
+    assert seconds(small, HostWork(2.0)) == pytest.approx(3e-3)
+    assert time_ranks({0: [small, HostWork(1.0)]}, profile, ranks_per_node=1, host_factor=4.0)[0].step == pytest.approx(
+        5e-3
+    )
+
+
+def test_operators_on_stubs_hold_and_compute_nothing():
+    stub = StubMode().stub((8, 4), (4, 1), torch.float32, torch.device("cpu"))
+    with Ledger() as ledger:
+        ledger.note([torch.zeros(1)])
+        before = ledger.now
+        ledger.start()
+        torch.relu(stub + 1.0)
+        ledger.stop()
+    assert ledger.now == before
+    assert [event for event in ledger.events if not isinstance(event, tuple)] == [HostWork(1.0)] * 2
+
+
+def test_work_of_the_host_is_planned_for_every_strategy():
+    batch = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
+    made = plan(Classifier(), batch, devices=2, device="cpu", strategies=["pardist_ddp", "pardist_zero1", "pardist_pp"])
+    rows = {row.candidate.strategy: row for row in made.rows}
+    # Next to no computation: a step takes what the host takes.
+    assert rows["pardist_ddp"].time.step > 170 * find_profile("cpu").host_s_per_operator
+    assert rows["pardist_ddp"].time.step < rows["pardist_zero1"].time.step < rows["pardist_pp"].time.step
 
 
 def replace_name(operator, name):
