@@ -81,17 +81,25 @@ def schema_of(operator: Any) -> Any:
     return operator._schema
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def makes_one_tensor(operator: Any) -> bool:
     """Return whether an operator writes to nothing and returns one tensor, with metadata that depend on metadata only.
 
-    Views are among the operators.
+    Views are among the operators. What the result of an operator of another library depends on is not known.
     """
     schema = getattr(operator, "_schema", None)
-    if schema is None or schema.is_mutable or len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
+    if schema is None or schema.is_mutable or operator.namespace != "aten":
+        return False
+    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
         return False
     values = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
     return not any(tag in operator.tags for tag in values)
+
+
+@functools.lru_cache(maxsize=4096)
+def returns_view(operator: Any) -> bool:
+    """Return whether the one tensor that an operator returns shares the memory of its first argument."""
+    return operator._schema.returns[0].alias_info is not None
 
 
 def no_modes() -> Any:

@@ -94,7 +94,7 @@ class HostStep:
     operators: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class HostWork:
     """Work of the host that issues nothing, between operators.
 
@@ -134,7 +134,7 @@ class Held:
 
 #: A change of memory is a tuple of a block and a number of bytes.
 Event = Operator | Message | HostStep | HostWork | FileTransfer | tuple[Block, int]
-#: An operator on a pipeline's stubs, which computes nothing.
+#: An operator on a pipeline's stubs, which computes nothing. Views count, too: they run in Python like others.
 STUBBED = HostWork(1.0)
 
 

@@ -115,7 +115,7 @@ def measure_rank(
     cache = 0.0
     cold, core = 1.0, 0.0
     if by_size and device.type == "cpu":
-        cache, core = min(_gathered(_cache_bytes())), _core_cache_bytes()
+        cache, core = min(_gathered(_cache_bytes())), min(_gathered(_core_cache_bytes()))
         cold = statistics.median(_gathered(_cold_factor(int(core))))
     if by_size:
         # Use the minimum: a round in which the heap grows takes ten times as long because of page faults.
@@ -468,7 +468,7 @@ def _core_cache_bytes() -> float:
 
 
 def _cold_factor(core_cache_bytes: int) -> float:
-    """Return how much longer this rank's host issues an operator if the last one filled its core's own cache."""
+    """Return how much longer this rank's host issues operators between those that evict its core's own cache."""
     layers = [nn.Linear(16, 16) for _ in range(16)]
     inputs, large = torch.randn(8, 16), torch.ones(core_cache_bytes)
 

@@ -250,7 +250,8 @@ def _traced(
             on_host -= in_files - resident
         else:
             held = Held({**held.by_kind, "optimizer": resident})
-    events, begins = _with_host_work(events, begins, _STEP + watch.host_work)
+    work = accumulated * (_STEP + watch.host_work)
+    events, begins = _with_host_work(events, begins, work, in_stages=made.dims.pipeline_parallel > 1)
     return RankTrace(
         made.dims,
         place.rank,
@@ -279,18 +280,19 @@ def _stepping_on_host(events: Sequence[Event], begins: int, copied: int) -> list
     return [*events[:begins], step, *(each for each in last if not isinstance(each, Operator))]
 
 
-def _with_host_work(events: Sequence[Event], begins: int, work: float) -> tuple[list[Event], int]:
-    """Add the host's work to a step's events: before each message of a stage, or else before the optimizer's step.
+def _with_host_work(events: Sequence[Event], begins: int, work: float, *, in_stages: bool) -> tuple[list[Event], int]:
+    """Add the host's work to a step's events: divided over a stage's messages, or else before the optimizer's step.
 
     Args:
         events: The events.
         begins: Number of events before the optimizer's step.
         work: Work of the host, in operators.
+        in_stages: Whether the rank runs a stage of a pipeline.
 
     Returns:
         All events, and the number of those before the optimizer's step.
     """
-    messages = sum(map(_is_between_stages, events))
+    messages = sum(map(_is_between_stages, events)) if in_stages else 0
     if not messages:
         return [*events[:begins], HostWork(work), *events[begins:]], begins + 1
     each = HostWork(work / messages)

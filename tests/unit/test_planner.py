@@ -21,6 +21,7 @@ from lightning_pardist.planner.candidates import DEFAULT, Candidate, enumerate_c
 from lightning_pardist.planner.ledger import Block, HostStep, HostWork, Ledger, Message, Operator
 from lightning_pardist.planner.measuring import measure_alone, measure_rank, nodes_of
 from lightning_pardist.planner.operator_rates import measure_operators, rate_near, size_of
+from lightning_pardist.planner.planned_rank import Place, dims_of, stage_places, trace_ranks
 from lightning_pardist.planner.profiles import Link, data_sheet_of
 from lightning_pardist.planner.skipped_kernels import SkippedKernels
 from lightning_pardist.planner.step_time import message_seconds, operator_seconds, time_ranks, time_step
@@ -159,7 +160,7 @@ def test_every_name_is_there_with_numbers_or_a_reason():
 @pytest.mark.slow
 def test_no_strategy_is_faster_than_its_bound():
     slow = find_profile("h100")
-    slow = replace(slow, between=replace(slow.between, bytes_per_s=slow.between.bytes_per_s / 1e5))
+    slow = replace(slow, between=replace(slow.between, bytes_per_s=slow.between.bytes_per_s / 1e6))
     searched = search.Search(Classifier(optimizer="adam"), BATCH, slow, search.Job(2, 2, {}), leave_out=False)
     # In addition to the bounds of all strategies planned by default, that of islands.
     names = [
@@ -502,6 +503,20 @@ def test_work_of_the_host_is_planned_for_every_strategy():
     # Next to no computation: a step takes what the host takes.
     assert rows["pardist_ddp"].time.step > 170 * find_profile("cpu").host_s_per_operator
     assert rows["pardist_ddp"].time.step < rows["pardist_zero1"].time.step < rows["pardist_pp"].time.step
+
+
+def test_work_of_the_host_grows_with_accumulated_batches():
+    batch = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
+
+    def work(**settings):
+        first = Place(0, 2, 1, "gloo")
+        make = Candidate("pardist_pp", {}).make
+        places = stage_places(dims_of(make(), first), first)
+        traces = trace_ranks(Classifier(), batch, make, places, trainer_settings=settings)
+        return [sum(event.operators for event in each.events if isinstance(event, HostWork)) for each in traces]
+
+    one, four = work(), work(accumulate_grad_batches=4)
+    assert four == pytest.approx([4 * each for each in one], rel=0.01)
 
 
 def replace_name(operator, name):

@@ -174,7 +174,7 @@ def entries_of(value: Any) -> dict[Any, Any] | None:
 _UNCHANGING = (nn.Module, torch.Tensor, Dataset, enum.Enum, Iterator, type)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _is_unchanging(kind: type) -> bool:
     """Return whether objects of a class have no entries. Cached: called for each attribute in each micro-batch."""
     return issubclass(kind, _UNCHANGING) or kind.__module__.split(".")[0] in _FOREIGN

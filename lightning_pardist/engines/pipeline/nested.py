@@ -80,7 +80,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 def _flatten(value: Any, leaves: list[Any], stop: frozenset[int], objects: bool, above: tuple[int, ...]) -> Spec:
     own: Any = type(value)
-    if _kind_of(own) == "leaf":
+    if own is value.__class__ and _kind_of(own) == "leaf":
         leaves.append(value)
         return LEAF
     inside = None if id(value) in stop or id(value) in above else _contents(value)
@@ -94,13 +94,13 @@ def _flatten(value: Any, leaves: list[Any], stop: frozenset[int], objects: bool,
 
 def _contents(value: Any) -> tuple[str, tuple[Any, ...], list[Any]] | None:
     """Return kind, keys and children of a container; None for a leaf."""
-    own: Any = type(value)
-    # An object may present itself as one of another class, as proxies do.
-    kind = _kind_of(value.__class__) if _kind_of(own) == "other" else _kind_of(own)
+    # By the class as which an object presents itself, as proxies do.
+    shown: Any = value.__class__
+    kind = _kind_of(shown)
     if kind == "leaf":
         return None
-    if kind == "fields":
-        return kind, (), list(value)
+    if kind == "fields" or (kind == "sequence" and isinstance(value, tuple) and hasattr(value, "_fields")):
+        return "fields", (), list(value)
     if kind == "sequence":
         # By its iterator: a subclass may refuse len() (irreducible representations).
         return kind, (), list(iter(value))
@@ -112,7 +112,8 @@ def _contents(value: Any) -> tuple[str, tuple[Any, ...], list[Any]] | None:
     return None
 
 
-@functools.cache
+# Not without bound: a step may make classes.
+@functools.lru_cache(maxsize=4096)
 def _kind_of(kind: type) -> str:
     """Return the ``kind`` of :class:`Spec` for a class; ``"other"`` if it depends on the object."""
     if issubclass(kind, (torch.Tensor, torch.nn.Module, *ATOMS)):

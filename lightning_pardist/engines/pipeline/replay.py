@@ -393,9 +393,11 @@ class _Run:
 
 def _is_about_stubs(error: Exception) -> bool:
     text = str(error)
-    return any(
-        part in text for part in ("FakeTensor", "fake tensor", "tensor subclasses", "Meta tensors", "meta tensor")
-    )
+    return any(part in text for part in _STUB_WORDS)
+
+
+#: Words in torch's messages about operators that cannot take fake tensors.
+_STUB_WORDS = ("StubTensor", "FakeTensor", "fake tensor", "tensor subclasses", "Meta tensors", "meta tensor")
 
 
 def attribute_of(unit: nn.Module, module: str, name: str) -> Any:

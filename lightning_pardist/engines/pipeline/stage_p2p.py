@@ -376,7 +376,7 @@ def _buffer(leaf: TensorLeaf, device: torch.device) -> tuple[torch.Tensor, torch
 
 def _leading(leaf: TensorLeaf) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a buffer on the CPU, and its views for the leading integer and for a packed value."""
-    whole = torch.empty(_LEAD + leaf.num_bytes, dtype=torch.uint8)
+    whole = torch.empty(_LEAD + leaf.num_bytes, dtype=torch.uint8, device="cpu")
     return whole, whole[:8].view(torch.int64), whole[_LEAD:].view(leaf.dtype).view(_packed_shape(leaf))
 
 

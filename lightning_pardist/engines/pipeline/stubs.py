@@ -21,6 +21,7 @@ from lightning_pardist.compat.fake_tensors import (
     FakeTensorMode,
     makes_one_tensor,
     pack_padded_sequence,
+    returns_view,
 )
 
 _aten = torch.ops.aten
@@ -67,6 +68,7 @@ class _Result(NamedTuple):
 
     shape: torch.Size
     stride: tuple[int, ...]
+    offset: int
     dtype: torch.dtype
     device: torch.device
 
@@ -76,10 +78,7 @@ _MOST_KNOWN = 4096
 
 
 class StubTensor(FakeTensor):
-    """A stub. Operators that return one tensor run without ``FakeTensorMode`` if their signature is known.
-
-    Their results have memory of their own in name only, views included: no stub has values.
-    """
+    """A stub. Operators that return one tensor run without ``FakeTensorMode`` if their signature is known."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -93,15 +92,23 @@ class StubTensor(FakeTensor):
             return _as_stubs(FakeTensor.__torch_dispatch__(func, types, args, kwargs))
         known = mode.results.get(key)
         if known is not None:
-            elem = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
-            return StubTensor(mode, elem, known.device)
+            return StubTensor(mode, _elem_of(known, args[0] if returns_view(func) else None), known.device)
         result = _as_stubs(FakeTensor.__torch_dispatch__(func, types, args, kwargs))
-        plain = isinstance(result, StubTensor) and result.layout == torch.strided and not result.storage_offset()
-        if plain and result.constant is None:
+        is_stub = isinstance(result, StubTensor) and result.layout == torch.strided and result.constant is None
+        offset = result.storage_offset() if is_stub else 0
+        if is_stub and (isinstance(args[0], StubTensor) if returns_view(func) else not offset):
             if len(mode.results) >= _MOST_KNOWN:
-                mode.results.clear()
-            mode.results[key] = _Result(result.shape, result.stride(), result.dtype, result.fake_device)
+                del mode.results[next(iter(mode.results))]
+            mode.results[key] = _Result(result.shape, result.stride(), offset, result.dtype, result.fake_device)
         return result
+
+
+def _elem_of(known: _Result, base: torch.Tensor | None) -> torch.Tensor:
+    """Return a meta tensor for a result, which shares the storage of its base if it is a view."""
+    if base is None:
+        return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+    elem = torch.empty(0, dtype=known.dtype, device="meta")
+    return elem.set_(base.untyped_storage(), known.offset, known.shape, known.stride)
 
 
 def _mode_of(args: Sequence[Any]) -> StubMode | None:
@@ -126,10 +133,17 @@ def _signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Has
         facts.append(name)
         if not _add_facts(value, facts):
             return None
-    return tuple(facts) if _add_facts(args, facts) else None
+    return tuple(facts) if all(_add_facts(value, facts) for value in args) else None
 
 
-def _add_facts(value: Any, facts: list[Hashable]) -> bool:
+def _add_facts(value: Any, facts: list[Hashable], *, inside: bool = False) -> bool:
+    """Add an argument's facts; return whether they are all that a result's metadata can depend on.
+
+    Args:
+        value: The argument.
+        facts: Receives the facts.
+        inside: Whether it is in a list: numbers there may be factors of sizes.
+    """
     if isinstance(value, torch.Tensor):
         kind = type(value)
         if isinstance(value, StubTensor):
@@ -140,13 +154,14 @@ def _add_facts(value: Any, facts: list[Hashable]) -> bool:
             return False
         if value.layout != torch.strided or value.dtype.is_complex:
             return False
-        facts.append((value.shape, value.stride(), value.dtype, device))
+        # The offset of a view depends on its base's.
+        facts.append((kind, value.shape, value.stride(), value.storage_offset(), value.dtype, device))
     elif isinstance(value, (list, tuple)):
         facts.append(len(value))
-        return all(_add_facts(item, facts) for item in value)
+        return all(_add_facts(item, facts, inside=True) for item in value)
     elif isinstance(value, _PLAIN):
-        # With its type: 1, 1.0 and True are equal.
-        facts.append((type(value), value))
+        # With its type: 1, 1.0 and True are equal. A factor that changes in each step determines no shape.
+        facts.append((type(value), None if type(value) is float and not inside else value))
     else:
         return False
     return True

@@ -32,6 +32,19 @@ OPERATORS = {
 }
 
 
+_SETTING = {"rows": 3}
+
+
+@torch.library.custom_op("pardist_tests::rows_by_setting", mutates_args=())
+def _rows_by_setting(x: torch.Tensor) -> torch.Tensor:
+    return x[: _SETTING["rows"]].clone()
+
+
+@_rows_by_setting.register_fake
+def _(x):
+    return x.new_empty(_SETTING["rows"], *x.shape[1:])
+
+
 def facts(tensor):
     """Return what of a tensor is known without values."""
     kept = tensor.requires_grad, tensor.is_leaf, type(tensor.grad_fn).__name__, tensor._version
@@ -76,11 +89,12 @@ def test_results_depend_on_shapes_dtypes_and_the_default_dtype():
     assert [F.relu(stub_of(mode, *shape)).shape for shape in ((4, 6), (2, 6), (4, 6))] == [(4, 6), (2, 6), (4, 6)]
     whole = stub_of(mode, 4, grad=False).long()
     assert [(whole / 2).dtype, (whole * 2).dtype, (whole * 2.0).dtype] == [torch.float32, torch.int64, torch.float32]
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         assert (whole / 2).dtype == torch.float64
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(before)
 
 
 def test_shape_of_a_selection_follows_each_mask():
@@ -90,6 +104,47 @@ def test_shape_of_a_selection_follows_each_mask():
         mask = torch.arange(4) < count
         assert stub[mask].shape == (count, 6)
         assert torch.masked_select(stub, mask[:, None]).shape == (6 * count,)
+
+
+def test_results_of_other_libraries_operators_are_not_kept(monkeypatch):
+    stub = stub_of(StubMode(), 4, 6)
+    for size in (3, 2, 4):
+        monkeypatch.setitem(_SETTING, "rows", size)
+        assert _rows_by_setting(stub).shape == (size, 6)
+
+
+def test_changing_factors_are_one_signature():
+    mode = StubMode()
+    stub = stub_of(mode, 4, 6)
+    for factor in (0.5, 0.25, float("nan")):
+        assert (stub * factor).shape == (4, 6)
+    known = len(mode.results)
+    assert (stub * 0.125).shape == (4, 6)
+    assert len(mode.results) == known
+
+
+def test_sizes_by_factors_follow_them():
+    image = stub_of(StubMode(), 1, 2, 4, 4)
+    sizes = [F.interpolate(image, scale_factor=factor).shape[-1] for factor in (2.0, 3.0, 2.0, 0.5)]
+    assert sizes == [8, 12, 8, 2]
+
+
+def test_forward_mode_derivatives_of_views():
+    mode = StubMode()
+    for _ in range(3):
+        stub = stub_of(mode, 4, 6, grad=False)
+        value, change = torch.func.jvp(lambda x: (x.t()[1:3] * 2).sin().sum(), (stub,), (stub * 3,))
+        assert value.shape == change.shape == ()
+
+
+def test_views_share_the_memory_of_their_base_each_time():
+    mode = StubMode()
+    for _ in range(3):
+        stub = stub_of(mode, 4, 6, grad=False)
+        rows = stub.t()[2:].t()
+        assert rows.untyped_storage()._cdata == stub.untyped_storage()._cdata
+        rows.add_(1)
+        assert stub._version == 1
 
 
 def test_values_cannot_be_read_at_any_time():
