@@ -38,7 +38,7 @@ from lightning_pardist.trainer.sample_batches import undisturbed_random
 #: Buffers of up to this number of elements are copied with their values.
 _SMALL_BUFFER = 1 << 20
 #: Work of the host in a step of any strategy (the Trainer's loop), see :attr:`ParallelAxis.host_work`.
-_STEP = 170.0
+STEP_WORK = 170.0
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _traced(
             on_host -= in_files - resident
         else:
             held = Held({**held.by_kind, "optimizer": resident})
-    work = accumulated * (_STEP + watch.host_work)
+    work = accumulated * (STEP_WORK + watch.host_work)
     events, begins = _with_host_work(events, begins, work, in_stages=made.dims.pipeline_parallel > 1)
     return RankTrace(
         made.dims,

@@ -23,7 +23,15 @@ from lightning_pardist.planner.candidates import NOT_PLANNED, Candidate, with_ch
 from lightning_pardist.planner.errors import PlanError
 from lightning_pardist.planner.ledger import Event, Message, Operator
 from lightning_pardist.planner.plan_result import Plan, Refused, Row, ranked
-from lightning_pardist.planner.planned_rank import Place, RankTrace, dims_of, stage_places, trace_rank, trace_ranks
+from lightning_pardist.planner.planned_rank import (
+    STEP_WORK,
+    Place,
+    RankTrace,
+    dims_of,
+    stage_places,
+    trace_rank,
+    trace_ranks,
+)
 from lightning_pardist.planner.profiles import DeviceProfile
 from lightning_pardist.planner.skipped_kernels import Forms
 from lightning_pardist.planner.step_time import (
@@ -439,7 +447,8 @@ class Search:
         times = candidate.microbatches(stages, self._resized(share))
         computes = share * sum(operator_seconds(each, profile) for each in (*work, *steps) if each.flops) / apart
         computes /= 1 - candidate.least_idle_share(stages, times)
-        issues = len(work) * times * profile.host_s_per_operator + len(steps) * profile.host_s_per_update
+        operators = STEP_WORK * stages + _host_factor(dims) * len(work) * times
+        issues = operators * profile.host_s_per_operator + len(steps) * profile.host_s_per_update
         parts = f", in {times} micro-batches" if times > 1 else ""
         return max(computes, issues / stages), f"{apart} ranks share each batch{parts}"
 
