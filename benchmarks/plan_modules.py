@@ -250,7 +250,10 @@ class EncoderModule(_Module):
 
 
 class ImageModule(_Module):
-    """A model of torchvision that classifies images.
+    """A model that classifies images.
+
+    Args:
+        net: Takes images.
 
     Attributes:
         size: Height and width of an image.
@@ -258,13 +261,9 @@ class ImageModule(_Module):
 
     size = 64
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net = self.make()
-
-    def make(self) -> nn.Module:
-        """Return the model."""
-        raise NotImplementedError
+        self.net = net
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.net(batch[0]), batch[1])
@@ -275,33 +274,33 @@ class ImageModule(_Module):
 
 
 class ViTModule(ImageModule):
-    """Vision transformer of 4 layers."""
+    """Vision transformer of torchvision, 4 layers."""
 
-    def make(self) -> nn.Module:
+    def __init__(self) -> None:
         from torchvision.models import VisionTransformer
 
-        return VisionTransformer(64, 8, 4, 4, 192, 384, num_classes=10)
+        super().__init__(VisionTransformer(64, 8, 4, 4, 192, 384, num_classes=10))
 
 
 class MobileNetModule(ImageModule):
-    """MobileNet V3."""
+    """MobileNet V3 of torchvision."""
 
     size = 96
 
-    def make(self) -> nn.Module:
+    def __init__(self) -> None:
         from torchvision.models import mobilenet_v3_small
 
-        return mobilenet_v3_small(num_classes=10)
+        super().__init__(mobilenet_v3_small(num_classes=10))
 
 
 class ConvNeXtModule(ImageModule):
-    """ConvNeXt of three stages."""
+    """ConvNeXt of torchvision, three stages."""
 
-    def make(self) -> nn.Module:
+    def __init__(self) -> None:
         from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
         blocks = [CNBlockConfig(48, 96, 2), CNBlockConfig(96, 192, 2), CNBlockConfig(192, None, 4)]
-        return ConvNeXt(blocks, num_classes=10)
+        super().__init__(ConvNeXt(blocks, num_classes=10))
 
 
 class AutoencoderModule(_Module):

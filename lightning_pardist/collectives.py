@@ -200,7 +200,8 @@ def isend(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) 
     Returns:
         The message to wait for before ``tensor`` is written.
     """
-    buffer = tensor.to(wire_device(group, tensor.device)).resolve_conj()
+    # A lazy conjugate or negative has the memory of the other value.
+    buffer = tensor.to(wire_device(group, tensor.device)).resolve_conj().resolve_neg()
     # Through the group: torch's function looks its arguments up for several times as long as it sends.
     return Message(group.send([real_view(buffer)], peer, tag), buffer)
 

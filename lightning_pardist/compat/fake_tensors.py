@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _STUBS = "values that a pipeline stage does not have"
+_KNOWN = "operators on stubs whose result is known"
 _FAKE = "look for it in torch.fx.experimental or torch.export"
 _FOLLOWED = "finding out which values depend on which"
 _COUNTED = "counting bytes and operators of a step that is planned"
@@ -34,6 +35,10 @@ NAMES = (
     Private("torch._subclasses.fake_tensor.DynamicOutputShapeException", _STUBS, _FAKE),
     Private("torch._subclasses.fake_tensor.FakeTensor", _STUBS, _FAKE),
     Private("torch._subclasses.fake_tensor.FakeTensorMode", _STUBS, _FAKE),
+    Private("torch._subclasses.fake_tensor.FakeTensor.fake_device", _KNOWN, "Tensor.device", on_instances=True),
+    Private("torch._subclasses.fake_tensor.FakeTensor.constant", _KNOWN, "leave it out", on_instances=True),
+    Private("torch._subclasses.fake_tensor.FakeTensorMode.in_kernel_invocation", _KNOWN, "leave it out",
+            on_instances=True),
     Private("torch.utils._python_dispatch.TorchDispatchMode", _FOLLOWED, "look for it in torch.overrides"),
     Private("torch._ops.OpOverload._schema", "knowing which arguments an operator writes to",
             "torch.library.get_kernel or the operator's name"),
@@ -100,6 +105,21 @@ def makes_one_tensor(operator: Any) -> bool:
 def returns_view(operator: Any) -> bool:
     """Return whether the one tensor that an operator returns shares the memory of its first argument."""
     return operator._schema.returns[0].alias_info is not None
+
+
+def fake_device(tensor: FakeTensor) -> torch.device:
+    """Return the device that a fake tensor reports, without dispatching an operator."""
+    return tensor.fake_device
+
+
+def has_value(tensor: FakeTensor) -> bool:
+    """Return whether a fake tensor has a known constant value."""
+    return tensor.constant is not None
+
+
+def runs_kernel(mode: FakeTensorMode) -> bool:
+    """Return whether a mode is running a kernel on meta tensors."""
+    return mode.in_kernel_invocation
 
 
 def no_modes() -> Any:

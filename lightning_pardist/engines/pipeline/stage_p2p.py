@@ -3,7 +3,8 @@
 Shapes may differ between micro-batches: an uneven split, a short last batch, padding to the longest sample. A message
 of values therefore starts with one integer. Zero means that shapes, and outputs that are not tensors, are as recorded
 for the micro-batch's signature in an earlier step, for which the receiver has already posted its buffers. Otherwise it
-is the length of a header with the outputs of all calls so far, which the next stage's stubs need as well.
+is the length of a header with the outputs of all calls so far, which the next stage's stubs need as well. On CPU a
+small first value of known shape follows the integer in the same message.
 """
 
 from __future__ import annotations

@@ -19,9 +19,12 @@ from lightning_pardist.compat.fake_tensors import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    fake_device,
+    has_value,
     makes_one_tensor,
     pack_padded_sequence,
     returns_view,
+    runs_kernel,
 )
 
 _aten = torch.ops.aten
@@ -94,12 +97,12 @@ class StubTensor(FakeTensor):
         if known is not None:
             return StubTensor(mode, _elem_of(known, args[0] if returns_view(func) else None), known.device)
         result = _as_stubs(FakeTensor.__torch_dispatch__(func, types, args, kwargs))
-        is_stub = isinstance(result, StubTensor) and result.layout == torch.strided and result.constant is None
+        is_stub = isinstance(result, StubTensor) and result.layout == torch.strided and not has_value(result)
         offset = result.storage_offset() if is_stub else 0
         if is_stub and (isinstance(args[0], StubTensor) if returns_view(func) else not offset):
             if len(mode.results) >= _MOST_KNOWN:
                 del mode.results[next(iter(mode.results))]
-            mode.results[key] = _Result(result.shape, result.stride(), offset, result.dtype, result.fake_device)
+            mode.results[key] = _Result(result.shape, result.stride(), offset, result.dtype, fake_device(result))
         return result
 
 
@@ -115,7 +118,7 @@ def _mode_of(args: Sequence[Any]) -> StubMode | None:
     """Return the mode of the first stub among an operator's positional arguments; None while it runs a kernel."""
     first = next((each for each in tensors_of(args) if isinstance(each, StubTensor)), None)
     mode = None if first is None else first.fake_mode
-    return mode if isinstance(mode, StubMode) and not mode.in_kernel_invocation else None
+    return mode if isinstance(mode, StubMode) and not runs_kernel(mode) else None
 
 
 def _as_stubs(result: Any) -> Any:
@@ -147,7 +150,7 @@ def _add_facts(value: Any, facts: list[Hashable], *, inside: bool = False) -> bo
     if isinstance(value, torch.Tensor):
         kind = type(value)
         if isinstance(value, StubTensor):
-            device = value.fake_device
+            device = fake_device(value)
         elif kind is torch.Tensor or kind is torch.nn.Parameter:
             device = value.device
         else:
