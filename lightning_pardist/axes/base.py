@@ -23,6 +23,7 @@ from lightning_pardist.collectives import broadcast_object
 from lightning_pardist.compat.lightning_functions import update_device
 from lightning_pardist.compat.lightning_loops import trainer_of
 from lightning_pardist.compat.modules import apply_to_tensors
+from lightning_pardist.engines.common.logged_weights import LoggedWeight
 from lightning_pardist.engines.common.loss_setting import LossWeight
 from lightning_pardist.engines.common.meta_init import on_meta
 from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting
@@ -82,8 +83,7 @@ class RunContext:
         batch_counts: Returns whether the current training batch counts on this rank. The attribute, or its result, is
             None if every batch counts.
         stopping: Exit status with which all ranks stop because of a signal; None while they continue.
-        value_weights: Weights of the values logged by the latest training step of a pipeline, by name: a count, or None
-            for a sum.
+        value_weights: Weights of the values logged by the latest training step of a pipeline, by name.
         loss_count: Weight of that step's loss: a count, or None for a sum; NaN if the loss graph determines it.
         own_batch_counts: In an evaluation of exact shares, returns the number of batches that this rank has of each
             loader.
@@ -117,7 +117,7 @@ class RunContext:
         self.sample_batches: Samples | None = None
         self.batch_counts: Callable[[], bool | None] | None = None
         self.stopping: int | None = None
-        self.value_weights: dict[str, Tensor | float | None] = {}
+        self.value_weights: dict[str, LoggedWeight] = {}
         self.loss_count: float | None = math.nan
         self.own_batch_counts: Callable[[], list[int]] | None = None
         self.found_once: dict[Any, Any] | None = None

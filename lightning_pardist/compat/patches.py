@@ -204,17 +204,22 @@ def _replacement(owner: Any, name: str, wrap: _Wrap) -> Any:
 #: Functions that bound a number from below.
 _FLOORS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum")
 _CASTS = ("float", "double", "to", "type", "type_as")
-_FLOOR, _CAST, _MASK = range(3)
+_SUMS = ("add", "add_", "__add__", "__radd__", "__iadd__")
+_DIFFERENCES = ("sub", "sub_", "__sub__", "__isub__")
+_FLOOR, _CAST, _SUM, _DIFFERENCE = range(4)
 _Note = Callable[[torch.Tensor, torch.Tensor], None]
+_NoteSum = Callable[[torch.Tensor, torch.Tensor, float], None]
 #: What :func:`report_scalar_casts` replaces, and the callbacks of the active contexts: for
-#: floors, for casts, and for casts of masks.
+#: floors, for casts, for sums with Python numbers, and for casts of masks.
 _NOTING = _Replaced()
-_NOTING_USERS: list[tuple[_Note, _Note, _Note | None]] = []
+_NOTING_USERS: list[tuple[_Note, _Note, _NoteSum | None, _Note | None]] = []
 _NOTING_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
-def report_scalar_casts(floored: _Note, cast: _Note, *, mask: _Note | None = None) -> Iterator[None]:
+def report_scalar_casts(
+    floored: _Note, cast: _Note, *, added: _NoteSum | None = None, mask: _Note | None = None
+) -> Iterator[None]:
     """Return a context that reports clamps and casts of zero-dim tensors without gradient, in eager code.
 
     It is process-wide: each active context is told of all threads' calls.
@@ -222,6 +227,7 @@ def report_scalar_casts(floored: _Note, cast: _Note, *, mask: _Note | None = Non
     Args:
         floored: Called with the clamped tensor and the result.
         cast: Called with the tensor that was cast and the result.
+        added: Called with a tensor to which a Python number was added, the result and the number.
         mask: Called with a boolean tensor that has dims and was cast, and the result.
     """
 
@@ -232,23 +238,35 @@ def report_scalar_casts(floored: _Note, cast: _Note, *, mask: _Note | None = Non
                 return function(*args, **kwargs)
             if first.dim() and (kind != _CAST or first.dtype != torch.bool):
                 return function(*args, **kwargs)
-            before = first.clone() if in_place else first
+            is_sum = kind in (_SUM, _DIFFERENCE)
+            if is_sum and (len(args) != 2 or type(args[1]) not in (int, float) or kwargs):
+                return function(*args, **kwargs)
+            before = first
+            if in_place:
+                before = first.clone()
+                before.__dict__.update(first.__dict__)
             result = function(*args, **kwargs)
-            for notes in tuple(_NOTING_USERS):
-                if (note := notes[_MASK if first.dim() else kind]) is not None:
-                    note(before, result)
+            for floored, cast, added, mask in tuple(_NOTING_USERS):
+                if is_sum:
+                    if added is not None:
+                        added(before, result, args[1] if kind == _SUM else -args[1])
+                elif not first.dim():
+                    (floored if kind == _FLOOR else cast)(before, result)
+                elif mask is not None:
+                    mask(before, result)
             return result
 
         return functools.wraps(function)(call)
 
-    notes = floored, cast, mask
+    notes = floored, cast, added, mask
     with _NOTING_LOCK:
         # Ranks that run as threads of one process enter and exit in any order.
         if not _NOTING_USERS:
-            for kind, names in ((_FLOOR, _FLOORS), (_CAST, _CASTS)):
+            for kind, names in enumerate((_FLOORS, _CASTS, _SUMS, _DIFFERENCES)):
                 for name in names:
-                    wrap = functools.partial(noting, kind=kind, in_place=name.endswith("_"))
-                    _NOTING.replace(name, wrap, of_torch=kind == _FLOOR)
+                    in_place = name == "__iadd__" or (name.endswith("_") and not name.startswith("__"))
+                    wrap = functools.partial(noting, kind=kind, in_place=in_place)
+                    _NOTING.replace(name, wrap, of_torch=kind != _CAST)
         _NOTING_USERS.append(notes)
     try:
         yield

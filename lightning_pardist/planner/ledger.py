@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pardist.compat.fake_tensors import UncompiledMode, is_wrapper, key_of, schema_of, storage_key
+from lightning_pardist.compat.fake_tensors import FakeTensor, UncompiledMode, is_wrapper, key_of, schema_of, storage_key
 from lightning_pardist.engines.pipeline.flops import count_flops
-from lightning_pardist.engines.pipeline.stubs import StubTensor
 from lightning_pardist.planner.arguments import group_in, is_view, received_by, tensors_in, written_by
 
 #: Kinds of memory, in display order.
@@ -240,7 +239,7 @@ class Ledger(UncompiledMode):
             # A DTensor dispatches operators on its local tensor, which are recorded.
             return NotImplemented
         result = func(*args, **kwargs)
-        if any(isinstance(leaf, StubTensor) for leaf in inputs):
+        if any(isinstance(leaf, FakeTensor) for leaf in (*inputs, result)):
             if self.recording:
                 self.events.append(STUBBED)
             return result
@@ -296,7 +295,7 @@ class Ledger(UncompiledMode):
         self.events.append(Message(name, ranks, size, touches, peer))
 
     def _note(self, tensor: Tensor) -> Block | None:
-        if is_wrapper(tensor) or tensor.is_meta or tensor.layout != torch.strided or isinstance(tensor, StubTensor):
+        if is_wrapper(tensor) or tensor.is_meta or tensor.layout != torch.strided or isinstance(tensor, FakeTensor):
             return None
         return self._note_storage(tensor.untyped_storage())
 

@@ -116,7 +116,7 @@ class DataParallelDuties:
                 value_weights=context.value_weights,
                 loss_count=lambda: context.loss_count,
                 agree=context.agree_on_counts if context.dims.context_parallel > 1 else None,
-                notes_counts=self._sees_counts,
+                notes_counts=self._sees_values and context.dims.pipeline_parallel == context.dims.context_parallel == 1,
             )
             self._attached.attach(self.loss_weights)
         if self.sync_metrics or context.dims.batch_size == 1:
@@ -155,13 +155,13 @@ class DataParallelDuties:
 
     @property
     def _sees_counts(self) -> bool:
-        """Whether this rank's code shows what means divide by.
+        """Whether this rank's code shows what means divide by: of ranks that compute a batch together, some may not."""
+        return self._sees_values and self.context.dims.batch_size == self.context.distributed.world_size
 
-        Of ranks that compute a batch together, some may not see it, and replaced functions would be traced into
-        compiled code.
-        """
-        module, alone = self.context.module, self.context.dims.batch_size == self.context.distributed.world_size
-        return alone and module is not None and not any(map(is_closed, module.modules()))
+    @property
+    def _sees_values(self) -> bool:
+        """Whether functions may be replaced during steps; they would be traced into compiled code."""
+        return self.context.module is not None and not any(map(is_closed, self.context.module.modules()))
 
     def detach(self) -> None:
         """Detach after the run. Not collective."""

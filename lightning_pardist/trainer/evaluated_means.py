@@ -26,18 +26,21 @@ from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 _UNREAD = 256
 
 
+#: Value, number of items, whether that is a size, number added to it, and divisor, as in :class:`MeanPart`.
+_Part = tuple[float, float | None, bool, float, float | None]
+
+
 @dataclass(frozen=True)
 class BatchMean:
     """A rank's mean of one batch, or sum of means.
 
     Attributes:
         samples: Samples of the batch on this rank, its weight in Lightning's mean over batches.
-        parts: Summands of the value, each with what its mean divides by (None if that is unknown), and whether that is
-            the size of a tensor that may hold no items of the batch.
+        parts: Summands of the value.
     """
 
     samples: float
-    parts: tuple[tuple[float, float | None, bool], ...]
+    parts: tuple[_Part, ...]
 
     @property
     def value(self) -> float:
@@ -47,7 +50,7 @@ class BatchMean:
     @property
     def is_counted(self) -> bool:
         """Whether the count of a part is known."""
-        return any(count is not None for _, count, _ in self.parts)
+        return any(count is not None for _, count, *_ in self.parts)
 
 
 @dataclass
@@ -67,9 +70,7 @@ class _Batches:
     def add(self, batch: int, before: Any, after: Any, parts: Iterable[MeanPart]) -> None:
         if batch in self.read or any(batch == other for other, *_ in self.unread):
             self.is_usable = False
-        self.unread.append(
-            (batch, before, after, [each for part in parts for each in (part.value, part.count, part.is_size)])
-        )
+        self.unread.append((batch, before, after, [each for part in parts for each in part[:5]]))
         if len(self.unread) >= _UNREAD:
             self.read_all()
 
@@ -81,7 +82,8 @@ class _Batches:
         )
         for batch, entry in entries:
             before, after, *parts = (next(floats) if isinstance(each, Tensor) else each for each in entry)
-            self.read[batch] = BatchMean(after - before, tuple(zip(parts[::3], parts[1::3], parts[2::3], strict=True)))
+            fields = (parts[place::5] for place in range(5))
+            self.read[batch] = BatchMean(after - before, tuple(zip(*fields, strict=True)))
         self.unread.clear()
 
 
@@ -193,21 +195,29 @@ def mean_of_ranks(ranks: list[dict[int, BatchMean]]) -> float:
         parts = (
             zip(*(mean.parts for mean in means), strict=True)
             if alike
-            else [[(mean.value, None, False) for mean in means]]
+            else [[(mean.value, None, False, 0.0, None) for mean in means]]
         )
         total += sum(samples) * sum(_mean_of_parts(list(part), samples) for part in parts)
         weight += sum(samples)
     return total / weight if weight else float("nan")
 
 
-def _mean_of_parts(parts: Sequence[tuple[float, float | None, bool]], samples: Sequence[float]) -> float:
+def _mean_of_parts(parts: Sequence[_Part], samples: Sequence[float]) -> float:
     """Return the mean of one part over ranks, weighted by counts, or by samples if a count is unknown.
 
     A size that all ranks share although they have different numbers of samples counts something else, such as classes.
     """
-    counts = [count for _, count, _ in parts]
-    is_shared = len(set(counts)) == 1 and all(is_size for *_, is_size in parts)
-    weights = samples if None in counts or is_shared else [count or 0.0 for count in counts]
+    counts = [count for _, count, *_ in parts]
+    is_shared = len(set(counts)) == 1 and all(is_size for _, _, is_size, *_ in parts)
+    is_counted = None not in counts and not is_shared
+    weights = [count or 0.0 for count in counts] if is_counted else samples
+    divisors = [
+        divisor if is_counted and divisor is not None else weight
+        for (*_, divisor), weight in zip(parts, weights, strict=True)
+    ]
     # A mean over nothing is NaN and counts for nothing.
-    added = sum(number * value for number, (value, *_) in zip(weights, parts, strict=True) if number)
-    return added / sum(weights) if sum(weights) else float("nan")
+    total = sum(divisor * value for divisor, (value, *_) in zip(divisors, parts, strict=True) if divisor)
+    added = max((added for *_, added, _ in parts), key=abs) if is_counted else 0.0
+    # What clamps the divisor of a rank clamps that of all.
+    divisor = max(sum(weights) + added, *divisors)
+    return total / divisor if divisor else float("nan")

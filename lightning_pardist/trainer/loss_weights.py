@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -18,12 +17,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from lightning_pardist.compat.autograd_graph import inputs_of, kind_of
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
 from lightning_pardist.compat.patches import original_reductions
-from lightning_pardist.engines.common.batch_dim import ADDITIONS
-from lightning_pardist.engines.common.devices import number_on
+from lightning_pardist.engines.common.logged_weights import LoggedWeight, NotedMeans, weight_of_logged
 from lightning_pardist.engines.common.loss_balance import (
     Balance,
     Exchange,
@@ -40,68 +37,14 @@ from lightning_pardist.engines.common.loss_balance import (
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_terms import Term, as_counts, find_terms, weight_of
-from lightning_pardist.engines.common.mean_counts import MeanCounts
+from lightning_pardist.engines.common.loss_terms import Term, as_counts, weight_of
+from lightning_pardist.engines.common.mean_counts import MeanPart
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.fsdp.fsdp_units import original_class
 from lightning_pardist.engines.pipeline import find_loss
 from lightning_pardist.engines.pipeline.cut import BatchCut
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 from lightning_pardist.trainer.steady_counts import SteadyCounts
-
-
-def weight_of_logged(
-    value: Any,
-    others: Sequence[Any],
-    loss: Tensor | None,
-    terms: Sequence[Term],
-    samples: int | None,
-    *,
-    gathers: bool = False,
-    ranks: int = 1,
-    with_counts: bool = False,
-    known: Mapping[Node, Sequence[Term]] | None = None,
-) -> Tensor | float | None:
-    """Return the weight of a logged value in the mean over ranks or micro-batches: a count, or None for a sum.
-
-    Args:
-        value: Logged value with its graph, or equal to the loss or to another logged value that has one.
-        others: All values that the step has logged.
-        loss: Loss of the step.
-        terms: Terms of the loss.
-        samples: Number of samples in the batch.
-        gathers: Whether a part of the batch that gathers samples gathers those of all parts.
-        ranks: Number of ranks that the batch is divided among.
-        with_counts: Whether Python numbers that divide sums are counts.
-        known: Terms by graph node of losses whose backward has run, which has freed their graphs.
-
-    Raises:
-        LookupError: If the weight cannot be determined.
-    """
-    graphs = [each for each in others if isinstance(each, Tensor) and each.grad_fn is not None]
-    if not _is_same(value, loss):
-        same = next((each for each in graphs if _is_same(value, each)), None)
-        terms = [] if same is None else _known_terms(same.grad_fn, known or {})
-        if same is not None and not terms:
-            terms = find_terms(same, samples=samples, gathers=gathers, ranks=ranks)
-            terms = as_counts(terms) if with_counts else terms
-    return weight_of(terms, float(samples or 1))
-
-
-def _known_terms(root: Node | None, known: Mapping[Node, Sequence[Term]]) -> Sequence[Term]:
-    """Return the terms of a linear combination of recorded losses and their parts; empty if anything else is in it."""
-    found: list[Term] = []
-    waiting, seen = [root], set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node is None or (node not in known and kind_of(node) not in _LINEAR):
-            return []
-        found += known.get(node, ())
-        waiting += [] if node in known else [child for child in inputs_of(node) if child is not None]
-    return found
 
 
 def coupled_samples(module: pl.LightningModule, reason: str, who: str = "rank") -> str:
@@ -158,8 +101,6 @@ def _settings_of(optimizers: Sequence[Optimizer]) -> float:
     return signature([f"{name} {value:.9g}" for name, value in numbers])
 
 
-#: Linear operations, whose results are combined over ranks like their inputs.
-_LINEAR = ADDITIONS | {"Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Sum", "Mean"}
 #: Hooks that may read logged values, or add hooks on gradients, before backward.
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
 #: Interval in steps of the check for differing losses on an accelerator, where reading the flags synchronises.
@@ -217,7 +158,7 @@ class LossWeights:
         value_weights: Weights of logged values that have lost their graphs; filled by the step.
         loss_count: Returns the weight of a loss that has lost its graph; NaN if none has.
         agree: Combines the loss counts of ranks that share a batch; None if no ranks share one.
-        notes_counts: Whether counts of logged means without a graph (an accuracy over tokens) may be noted as they are
+        notes_counts: Whether counts that graphs do not show (of an accuracy over tokens) may be noted as means are
             computed.
 
     Attributes:
@@ -231,15 +172,13 @@ class LossWeights:
         *,
         group: Callable[[], dist.ProcessGroup],
         before: Callable[[], None],
-        value_weights: dict[str, Tensor | float | None],
+        value_weights: dict[str, LoggedWeight],
         loss_count: Callable[[], float | None],
         agree: Callable[[Tensor], Tensor] | None = None,
         notes_counts: bool = False,
     ) -> None:
         self._agree = agree
-        #: Counts of means without a graph, and whether they are noted in the next step.
-        self._mean_counts = MeanCounts(sums=False) if notes_counts else None
-        self._notes_counts = notes_counts
+        self._noted = NotedMeans(enabled=notes_counts)
         self._loss_count = loss_count
         #: Weight and sample count of the latest loss, and whether the latest step had a loss.
         self._own, self._has_loss = _UNWEIGHED, True
@@ -302,9 +241,8 @@ class LossWeights:
             return run()
         self._logged, self._losses, self._known = [], [], {}
         self._value_weights.clear()
-        counts_of_means = self._mean_counts if self._notes_counts else None
         try:
-            with nullcontext() if counts_of_means is None else counts_of_means.recording():
+            with self._noted.step():
                 output = run()
         finally:
             noted, self._logged = self._logged, None
@@ -527,7 +465,6 @@ class LossWeights:
         """Return the logged means and sums whose weights are known, of a batch with this number of samples."""
         found: dict[str, tuple[_Logged, Value]] = {}
         values = [*(each.value for each in noted), *self._losses]
-        unknown = counted = False
         for each in noted:
             item = self._item(each.name)
             if item is None or not item.is_tensor or (item.meta.on_epoch and not item.meta.is_mean_reduction):
@@ -542,6 +479,7 @@ class LossWeights:
                         loss,
                         terms,
                         samples,
+                        self._noted,
                         gathers=True,
                         ranks=self._group().size(),
                         with_counts=self._numbers_are_counts,
@@ -549,16 +487,13 @@ class LossWeights:
                     )
                 )
             except LookupError:
-                unknown = True
-                count = None if self._mean_counts is None else self._mean_counts.count_of(each.value)
+                count = self._noted.count_of(each.value)
                 if count is None:
                     continue
-                counted, weight = True, torch.as_tensor(count, device=self._device)
-            found[each.name] = each, Value(each.name, number_on(self._device, each.value, torch.float64), weight)
-        if noted and self._mean_counts is not None:
-            # Noting takes some time in each step: it stops where it finds nothing, and begins where it may.
-            self._notes_counts = counted if self._notes_counts else unknown
-            self._mean_counts.forget()
+                weight = LoggedWeight(MeanPart(each.value, count))
+            found[each.name] = each, Value(each.name, weight.whole._replace(value=each.value), weight.parts)
+        if noted:
+            self._noted.end()
         return list(found.values())
 
     def _correct(self, entry: _Logged, value: Tensor) -> None:
@@ -606,12 +541,3 @@ _UNWEIGHED = OwnLoss(1.0, 1.0)
 
 def _before(entry: _Logged, item: Any) -> Tensor:
     return torch.zeros_like(item.value) if entry.sum_before is None else entry.sum_before.to(item.value)
-
-
-def _is_same(value: Any, loss: Tensor | None) -> bool:
-    """Return whether a logged value is the tensor ``loss`` itself, a detached alias, or its Python number."""
-    if loss is None:
-        return False
-    if isinstance(value, Tensor):
-        return value is loss or (value.numel() == 1 and value.data_ptr() == loss.data_ptr())
-    return isinstance(value, float) and value == float(loss.detach())

@@ -57,6 +57,18 @@ def masked(logits, labels):
     return (losses * counted).sum() / counted.sum().clamp(min=1)
 
 
+def lifted(logits, labels):
+    counted = (labels != -100).float()
+    losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
+    return (losses * counted).sum() / (counted.sum() + 1.0)
+
+
+def lifted_in_place(logits, labels):
+    counted = labels == 1
+    lowered = logits[labels != -100].pow(2).sum() / ((labels != -100).sum() - 0.5)
+    return logits[counted].pow(2).sum() / counted.sum().float().add_(2) + 0.5 * lifted(logits, labels) + lowered
+
+
 def few(logits, labels):
     counted = labels == 1
     losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
@@ -186,7 +198,7 @@ def mean_of_classes(logits, labels):
 
 #: Losses with a single mean or sum: a batch's loss follows from those of its parts.
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, guarded, added, per_sample, sum_per_sample]
-SEVERAL = [two_terms, written, mixed, of_positives, of_nothing]
+SEVERAL = [two_terms, written, mixed, of_positives, of_nothing, lifted, lifted_in_place]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
 TOGETHER = [contrastive, in_pairs, contrastive_if_any_counts, mean_of_classes, mixed_up, normalized, *GATHERED]
 OF_NUMBERS = [over_a_constant, by_python_weights]
@@ -271,7 +283,7 @@ def _run(strategy, *, world=2, sizes=EVEN, module=None, given=None, empty=0, **t
     (wanted,) = run_ranks(1, _fit, "single", 1, (SAMPLES,), *arguments)
     for found in run_ranks(world, _fit, strategy, world, sizes, *arguments):
         assert_close(found["weights"], wanted["weights"])
-        if LOSSES[(module or {}).get("loss", "ignored")] in (*SINGLE, *GATHERED):
+        if LOSSES[(module or {}).get("loss", "ignored")] in (*SINGLE, *SEVERAL, *GATHERED):
             assert_close(found["logged"], wanted["logged"])
             assert_close(found["steps"], wanted["steps"])
 

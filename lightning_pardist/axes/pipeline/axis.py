@@ -44,6 +44,7 @@ from lightning_pardist.compat.lightning_loops import active_loop, data_fetcher, 
 from lightning_pardist.engines.common.error_notes import add_note
 from lightning_pardist.engines.common.full_tensor_updates import updates_of
 from lightning_pardist.engines.common.joint_updates import step_on_full_tensors
+from lightning_pardist.engines.common.logged_weights import NotedMeans, weight_of_logged
 from lightning_pardist.engines.common.loss_setting import terms_of
 from lightning_pardist.engines.common.meta_init import on_meta, restore_random_state
 from lightning_pardist.engines.common.meta_init import share_random_state as take_random_state
@@ -65,11 +66,11 @@ from lightning_pardist.engines.pipeline.placement import Placement, replace_in
 from lightning_pardist.engines.pipeline.replay import TensorParts, contains_stub
 from lightning_pardist.mesh import Degree, degrees_of_machine
 from lightning_pardist.trainer.layer_sync import WatchedBatchNorms, syncs_batch_norms
-from lightning_pardist.trainer.loss_weights import coupled_samples, unlike_losses, weight_of_logged
+from lightning_pardist.trainer.loss_weights import coupled_samples, unlike_losses
 from lightning_pardist.trainer.patch_stack import PatchStack
 from lightning_pardist.trainer.random_numbers import random_draws_message
 from lightning_pardist.trainer.sample_batches import on_device, undisturbed_random
-from lightning_pardist.trainer.sample_mixing import mixed_samples
+from lightning_pardist.trainer.sample_mixing import is_closed, mixed_samples
 
 #: Default number of evaluation batches in flight, per pipeline rank.
 _EVAL_BATCHES_A_RANK = 4
@@ -109,6 +110,7 @@ class PipelineAxis(ParallelAxis):
         self._patches = PatchStack()
         self._effects: StepOutputs | None = None
         self._same_batch: SameBatches | None = None
+        self._noted = NotedMeans(enabled=False)
         self._plans: dict[StepKey, PipelinePlan] = {}
         self._unstaged: dict[StepKey, str] = {}
         self._observed: Recorded | None = None
@@ -237,6 +239,7 @@ class PipelineAxis(ParallelAxis):
         self._effects = StepOutputs(module, first.trace.unit_names, written=recorded.written)
         self._effects.adopt_rules(self._training_rules)
         self._same_batch = SameBatches(group, device)
+        self._noted = NotedMeans(enabled=not any(map(is_closed, module.modules())))
         self.engine = PipelineEngine(module, first, group=group, device=device, options=self._options(recorded))
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         self.engine.free(replaced)
@@ -451,7 +454,8 @@ class PipelineAxis(ParallelAxis):
             samples = Part(sum(sizes[:index]), sizes[index], sum(sizes))
             weigh = partial(self._weigh_logged, microbatch, sizes[index])
             try:
-                return effects.run(lambda part: step(part, *rest), microbatch, samples, weigh=weigh)
+                with self._noted.step():
+                    return effects.run(lambda part: step(part, *rest), microbatch, samples, weigh=weigh)
             except Exception as error:
                 if len(sizes) > 1 and not isinstance(error, CannotPipelineError):
                     add_note(error, _in_microbatch(index, samples, len(sizes)))
@@ -460,6 +464,7 @@ class PipelineAxis(ParallelAxis):
         first, alike = engine.forwards_first, engine.losses_alike
         with effects.watching(), self._step_context():
             done = self._train(engine, run, batch)
+        self._noted.end()
         if engine.forwards_first and not first:
             rank_zero_warn(
                 f"The loss of {key[0]} has several counts, unlike in its first batch, and this step was weighted by"
@@ -489,7 +494,7 @@ class PipelineAxis(ParallelAxis):
         values = [arguments["value"] for arguments in logged]
         for arguments in logged:
             with suppress(LookupError):
-                arguments[WEIGHT] = weight_of_logged(arguments["value"], values, loss, terms, samples)
+                arguments[WEIGHT] = weight_of_logged(arguments["value"], values, loss, terms, samples, self._noted)
 
     def _step_context(self) -> AbstractContextManager[None]:
         return nullcontext() if self._out_of_schedule is None else self._out_of_schedule.suspended()

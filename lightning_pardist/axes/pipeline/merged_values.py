@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pardist.axes.pipeline.reduction_rules import Place, Rules, Shares, combined
+from lightning_pardist.axes.pipeline.reduction_rules import Place, Rules, Shares
+from lightning_pardist.engines.common.logged_weights import combined_weight
 
 #: Used as a key of a logged value's place, for its ``batch_size``.
 _BATCH_SIZE = ("batch_size",)
-#: Extra key in the arguments of a ``log`` call: weight of its value relative to other parts, None for a sum.
+#: Extra key in the arguments of a ``log`` call: the :class:`LoggedWeight` of its value.
 WEIGHT = "weight of the value"
 
 
@@ -104,7 +105,7 @@ def _combine_log(column: list[dict[str, Any]], shares: Shares, rules: Rules, pla
         if done["batch_size"] == sum(sizes) and sizes != list(shares.sizes):
             shares = Shares.of(sizes, shares.sizes)
     if all(WEIGHT in arguments for arguments in column) and rules.of.get(place, "mean") in ("mean", "samples", "sum"):
-        return done | _combine_weighted(column, shares)
+        return done | _combine_weighted(column)
     done.pop(WEIGHT, None)
     reduce_fx = done.get("reduce_fx", "mean")
     name = getattr(reduce_fx, "__name__", reduce_fx)
@@ -121,13 +122,10 @@ def _combine_log(column: list[dict[str, Any]], shares: Shares, rules: Rules, pla
     return done
 
 
-def _combine_weighted(column: list[dict[str, Any]], shares: Shares) -> dict[str, Any]:
+def _combine_weighted(column: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine logged values with known weights; return the batch's value and its weight."""
-    values, weights = ([arguments[key] for arguments in column] for key in ("value", WEIGHT))
-    if None in weights:
-        return {"value": combined("sum", [_as_float(value) for value in values], shares), WEIGHT: None}
-    own = Shares.of([float(weight) for weight in weights], shares.sizes)
-    return {"value": combined("mean", [_as_float(value) for value in values], own), WEIGHT: float(sum(weights))}
+    weight = combined_weight([arguments[WEIGHT] for arguments in column])
+    return {"value": torch.full_like(_as_float(column[0]["value"]), weight.value), WEIGHT: weight}
 
 
 def _are_equal(kept: Any, logged: Any) -> bool:

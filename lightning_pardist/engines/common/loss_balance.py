@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_terms import Term
+from lightning_pardist.engines.common.mean_counts import MeanPart
 
 #: A float on the host, or a tensor of no dims on a device: the arithmetic below is that of both.
 Number = Any
@@ -31,12 +32,13 @@ Number = Any
 _MEANS = 24
 #: Number of slots for their counts, chosen by name, and for a one-hot number of means, which detects missing terms.
 _COUNTS, _SIZES = 31, 6
-#: Maximum number of values other than losses in the message.
+#: Maximum number of values other than losses in the message, including the summands of values.
 _VALUES = 16
 #: Number of header fields: participating ranks, ranks with a loss and (times _BASE) those whose counts have changed,
 #: ranks with terms, signature of the terms and its square, samples, signature of the values and its square, Python
-#: numbers that divide sums and their square, signature of the optimizers' settings and its square.
-_HEAD = 12
+#: numbers that divide sums and their square, signature of the optimizers' settings and its square, signature of the
+#: values' summands and its square.
+_HEAD = 14
 #: Base to encode several numbers of ranks in one, for fewer ranks than this.
 _BASE = 2.0**16
 
@@ -47,13 +49,13 @@ class Value:
 
     Attributes:
         name: Name, equal on all ranks.
-        value: This rank's number, a tensor of no dims.
-        weight: The count that a mean is divided by; None for a sum.
+        whole: This rank's number.
+        parts: Its summands, if they have counts of their own.
     """
 
     name: str
-    value: Tensor
-    weight: Tensor | float | None
+    whole: MeanPart
+    parts: tuple[MeanPart, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def counts_of(terms: Sequence[Term], samples: float) -> Counts | None:
     """Return the counts of a loss; None if it is not a single mean over some items, whose gradient has one factor."""
     if len(terms) != 1 or (term := terms[0]).kind not in ("mean", "other") or term.element is not None:
         return None
-    if isinstance(term.surplus, Tensor) or term.surplus or term.is_zero or samples <= 0:
+    if isinstance(term.surplus, Tensor) or term.surplus or term.added or term.is_zero or samples <= 0:
         return None
     count = _number(term.count, torch.device("cpu"))
     if term.kind == "mean" and not count > 0:
@@ -241,21 +243,46 @@ def begin_exchange(
     value_mark = signature([value.name for value in values])
     here, has_loss = float(present), float(present and bool(terms))
     head = [here, has_loss + _BASE * changed, votes, votes * mark, votes * mark**2, has_loss * samples]
-    divisors = dict.fromkeys(term.number for term in terms if term.kind == "sum")
-    numbers = math.fsum(place * number for place, number in enumerate(divisors, start=1))
+    constants = dict.fromkeys(term.number for term in terms if term.kind == "sum")
+    numbers = math.fsum(place * number for place, number in enumerate(constants, start=1))
     head += [here * value_mark, here * value_mark**2, votes * numbers, votes * numbers**2]
     head += [here * settings, here * settings**2]
-    shares = [1.0 if value.weight is None else value.weight for value in values]
-    weights = [_number(share, device) * here for share in shares]
-    # Skip zero-weight parts: a mean over no items is NaN.
+    summands = _summands(values)
+    part_mark = signature([f"{values[place].name} {len(values[place].parts)}" for place, _ in summands])
+    head += [here * part_mark, here * part_mark**2]
+    means = [*(value.whole for value in values), *(part for _, part in summands)]
+    weights = [_items(mean, device) * here for mean in means]
+    divisors = [_divisor(mean, device) * here for mean in means]
+    # A mean over no items is NaN.
     parts = [
-        _where(weight == 0, 0.0, weight * _number(value.value, device))
-        for weight, value in zip(weights, values, strict=True)
+        _where(divisor == 0, 0.0, divisor * _number(mean.value, device))
+        for divisor, mean in zip(divisors, means, strict=True)
     ]
     counts = [_number(count, device) * here for count in _table(terms)]
     makeup = [number * here for number in _makeup(terms, counts)]
     own = [*head, *counts, *_padded(weights, _VALUES), *_padded(parts, _VALUES), *makeup]
     return Exchange(terms, values, own, group=group, device=device, overlaps=overlaps)
+
+
+def _summands(values: Sequence[Value]) -> list[tuple[int, MeanPart]]:
+    """Return the summands of values that fit into the message, with the index of the first value that has them."""
+    found: list[tuple[int, MeanPart]] = []
+    for index, value in enumerate(values):
+        if len(values) + len(found) + len(value.parts) <= _VALUES and _first_with(values, value.parts) == index:
+            found += [(index, part) for part in value.parts]
+    return found
+
+
+def _first_with(values: Sequence[Value], parts: tuple[MeanPart, ...]) -> int:
+    return next(index for index, value in enumerate(values) if value.parts is parts)
+
+
+def _items(mean: MeanPart, device: torch.device) -> Number:
+    return _number(0.0 if mean.items is None else mean.items, device)
+
+
+def _divisor(mean: MeanPart, device: torch.device) -> Number:
+    return _items(mean, device) if mean.divisor is None else _number(mean.divisor, device)
 
 
 def _places(terms: Sequence[Term]) -> tuple[list[int], bool]:
@@ -393,7 +420,7 @@ def uneven_products(terms: Sequence[Term]) -> list[str]:
     for edge, members in _by_cofactor(terms).items():
         inside = [terms[index] for index in members]
         kinds = {term.kind for term in inside} | {term.kind for term in terms if edge in term.cofactors}
-        counts = [float(term.count) if term.by_data else 0.0 for term in inside]
+        counts = [float(term.count) + term.added if term.by_data else 0.0 for term in inside]
         if "sum" in kinds and (len(kinds) > 1 or any(term.offset for term in inside)):
             return ["a trainable factor multiplies a sum over samples plus a term of another kind"]
         # Sums of the same weights in a different order differ by rounding.
@@ -404,7 +431,8 @@ def uneven_products(terms: Sequence[Term]) -> list[str]:
 
 def _is_empty(term: Term, on_host: bool) -> Tensor | bool:
     """Return whether a mean is over no items; a tensor if a bool would need a device synchronization."""
-    empty = term.divisor == 0 if term.kind == "mean" else False
+    # What is divided by a count less one is not known from a part with one item: its NaN is left to be seen.
+    empty = term.divisor == 0 if term.kind == "mean" and not term.added else False
     return bool(empty) if on_host else empty
 
 
@@ -491,7 +519,7 @@ def _factors(
         factor, counted = by_samples, total[5]
         place = next(places, None) if term.kind == "mean" else None
         if place is not None:
-            divisor, counted = own[_HEAD + place], total[_HEAD + place]
+            divisor, counted = own[_HEAD + place] + term.added, total[_HEAD + place] + term.added
             surplus = _number(term.surplus, device)
             if isinstance(surplus, Tensor) or surplus > 0:
                 # A single process clamps the total count from below as well.
@@ -523,15 +551,28 @@ def _combined(
     """Return each value over the samples of all ranks."""
     # If no rank's batch counts, or counts for a value, each rank keeps its own values.
     alike = (total[0] > 0) & (total[0] * total[7] == total[6] ** 2)
+    parted = alike & (total[0] * total[13] == total[12] ** 2)
+
+    def mean_at(place: int, mean: MeanPart, kept: Number) -> Number:
+        # What clamps the divisor of a rank clamps that of all.
+        divisor = _larger(total[place] + mean.added, _divisor(mean, device) * own[0])
+        return _where(divisor != 0, total[place + _VALUES] / _where(divisor == 0, 1.0, divisor), kept)
+
+    sums: dict[int, Number] = {}
+    first = _HEAD + _COUNTS
+    for place, (index, summand) in enumerate(_summands(values), start=first + len(values)):
+        sums[index] = sums.get(index, 0.0) + mean_at(place, summand, 0.0)
     found: list[Number] = []
-    for place, value in enumerate(values, start=_HEAD + _COUNTS):
-        weight, part = total[place], total[place + _VALUES]
-        kept = _number(value.value, device)
-        if value.weight is None:
-            found.append(_where(alike, part, kept))
-        else:
-            found.append(_where(alike & (weight != 0), part / _where(weight == 0, 1.0, weight), kept))
+    for index, value in enumerate(values):
+        kept = _number(value.whole.value, device)
+        mean = _where(alike, mean_at(first + index, value.whole, kept), kept)
+        first_index = _first_with(values, value.parts)
+        found.append(_where(parted, sums[first_index], mean) if first_index in sums else mean)
     return found
+
+
+def _larger(one: Number, other: Number) -> Number:
+    return _where(other > one, other, one)
 
 
 def _factor(own: Number, total: Number, ranks: int) -> Number:

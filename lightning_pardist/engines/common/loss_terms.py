@@ -63,7 +63,7 @@ from lightning_pardist.engines.common.divisor_counts import (
     product_of_numbers,
     reciprocal,
 )
-from lightning_pardist.engines.common.floored_counts import unfloored
+from lightning_pardist.engines.common.floored_counts import added_to, unfloored
 from lightning_pardist.engines.common.masked_sums import elements, is_empty_sum, mask_of, sums_of_mask, unclamped
 
 #: A mean is divided by a count, a sum over the batch is not, and a constant does not depend on the batch.
@@ -87,8 +87,10 @@ class Term:
         items: Number of items of the batch that a sum adds up, from its shape.
         number: Product of the Python numbers that divide a sum and were taken as constants; 1 if there are none.
         of_held: Whether a constant was computed from tensors that the module holds, possibly by its layers.
-        surplus: Difference between the actual divisor and the count, added by a clamp. See
+        surplus: Difference between the actual divisor and the count, due to a clamp. See
             :mod:`~lightning_pardist.engines.common.floored_counts`.
+        added: Number that the step added to the count in the divisor, as in ``/ (mask.sum() + 1.0)``; a single process
+            adds it once to the count of the whole batch.
         element: Flat index of the term in the result of ``node``; None if the term is the whole result.
         edges: Edges by which additions pass their gradient to ``node``, as pairs of addition and index among its
             inputs; empty if the term is the whole loss. The result of ``node`` may also be used in other terms: in
@@ -113,12 +115,13 @@ class Term:
     number: float = 1.0
     of_held: bool = False
     surplus: Tensor | float = 0.0
+    added: float = 0.0
     element: int | None = None
 
     @property
     def divisor(self) -> Tensor | float:
         """The number that a mean was divided by."""
-        return self.count + self.surplus
+        return self.count + self.surplus + self.added
 
     @property
     def is_zero(self) -> bool:
@@ -175,10 +178,33 @@ def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
     varying = [term for term in terms if term.kind != "constant"]
     if varying and all(term.kind == "sum" for term in varying):
         return None
+    lead = leading_mean(terms)
+    return samples if lead is None else lead.divisor
+
+
+def leading_mean(terms: Sequence[Term]) -> Term | None:
+    """Return the mean whose count is the weight of a value; None if it is weighted by samples.
+
+    Args:
+        terms: Terms of the value.
+
+    Raises:
+        LookupError: If the terms are not means.
+    """
+    varying = [term for term in terms if term.kind != "constant"]
     if not varying or any(term.kind == "sum" for term in varying):
         raise LookupError
     means = [term for term in varying if term.kind == "mean"]
-    return next((term.divisor for term in means if term.by_data), means[0].divisor if means else samples)
+    return next((term for term in means if term.by_data), means[0] if means else None)
+
+
+def has_several_counts(terms: Sequence[Term]) -> bool:
+    """Return whether no single weight is exact for all terms."""
+    varying = [term for term in terms if term.kind != "constant" and not term.is_zero]
+    kinds = {term.kind for term in varying}
+    if len(varying) < 2 or kinds in ({"sum"}, {"other"}):
+        return False
+    return "sum" in kinds or any(term.by_data for term in varying)
 
 
 @dataclass(frozen=True)
@@ -286,21 +312,25 @@ class _Position:
                 # A factor of a sum is a constant.
                 term = replace(term, nonlinear="")
             return self.zero_term() if nothing else term
+        # In a product of counts the number would have to be multiplied by the others, which differ between parts.
+        added = added_to(counts[0].value) if len(counts) == 1 else 0.0
         total: Any = math.prod((each.value for each in counts[1:]), start=counts[0].value)
         before = [unfloored(each.value) for each in counts]
         is_floored = any(number is not each.value for number, each in zip(before, counts, strict=True))
         total, *before = (each.reshape(()) if isinstance(each, Tensor) else each for each in (total, *before))
         if nothing:
             # A divisor of at most 1 only avoids a division by zero, as in max(number_of_boxes, 1).
-            total = torch.where(total > 1, total.detach(), 0.0) if isinstance(total, Tensor) else total * (total > 1)
+            some = total - added > 1
+            total = torch.where(some, total.detach(), added) if isinstance(total, Tensor) else total * some
         total = total.detach() if isinstance(total, Tensor) else float(total)
-        count = divisor = unclamped(total, self.node)
+        count = divisor = total if added else unclamped(total, self.node)
         if is_floored and not nothing:
             count = torch.minimum(*map(torch.as_tensor, (math.prod(before[1:], start=before[0]), divisor)))
         surplus = 0.0 if count is divisor else divisor - count
+        count = count - added if added else count
         term = self.term("mean", f"{what} divided by a count", count, by_data=True)
         shared = counts[0].at if len(counts) == 1 else None
-        return replace(term, shared=shared, surplus=surplus, items=sizes[dim] if sizes else 0)
+        return replace(term, shared=shared, surplus=surplus, added=added, items=sizes[dim] if sizes else 0)
 
 
 class _Walk:
@@ -585,7 +615,7 @@ def _merge_shared_counts(terms: list[Term]) -> list[Term]:
         count, surplus = (reduce(larger, each) for each in zip(*((m.count, m.surplus) for m in members), strict=True))
         terms = [term for term in terms if term not in members]
         merged = at.term("mean", f"several {members[0].what}", count, by_data=True)
-        terms.append(replace(merged, surplus=surplus))
+        terms.append(replace(merged, surplus=surplus, added=members[0].added))
     return terms
 
 

@@ -11,8 +11,8 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,26 +23,37 @@ from lightning_pardist.compat.tensors import in_transform
 
 _LABELLED = {name: inspect.signature(getattr(F, name)) for name in patches.LABEL_LOSSES}
 _ELEMENTWISE = {name: inspect.signature(getattr(F, name)) for name in patches.ELEMENT_LOSSES}
-#: Largest number that is taken for one that keeps a divisor from being zero.
+#: Largest number that is ignored next to a sum over items.
 _EPSILON = 1e-5
 
-Count = Tensor | int
+#: A count may also be a sum of weights.
+Count = Tensor | float
 
 
-@dataclass(frozen=True, slots=True)
-class MeanPart:
+class MeanPart(NamedTuple):
     """A summand of a value that a step computes.
 
     Attributes:
         value: The summand, on this rank.
-        count: What the mean in it divides by; None if the summand is no mean, or its count is unknown.
+        items: Items that the mean in it counts; None if the summand is no mean, or its count is unknown.
         is_size: Whether the count is the size of a tensor that may hold no items of the batch, such as one mean for
             each class.
+        added: Number that is added to the items in the divisor, once for the whole batch.
+        divisor: What the mean divides by; None if it is the number of items.
+        is_sum: Whether the summand is a sum, possibly over items.
     """
 
     value: Tensor | float
-    count: Count | None
+    items: Count | None
     is_size: bool = False
+    added: float = 0.0
+    divisor: Count | None = None
+    is_sum: bool = False
+
+    @classmethod
+    def of_sum(cls, value: Tensor | float) -> MeanPart:
+        """Return a sum over items as a mean, so that those of several parts are added up: over none, divided by 1."""
+        return cls(value, 0.0, divisor=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +63,12 @@ class _Sum:
     Attributes:
         result: The sum; keeping the tensor keeps its id.
         count: Value of the sum where a mean divides by it; None where only numbers are summed that are averaged.
+        added: Number that was added to the sum, and is not in ``count``.
     """
 
     result: Tensor
     count: Tensor | None
+    added: float = 0.0
 
 
 class MeanCounts:
@@ -68,10 +81,13 @@ class MeanCounts:
 
     Args:
         sums: Whether sums with factors are followed, which takes about 0.1 ms more per step.
+
+    Attributes:
+        follows_sums: Likewise, for the next step.
     """
 
     def __init__(self, *, sums: bool) -> None:
-        self._follows_sums = sums
+        self.follows_sums = sums
         #: Parts of values by address, with a detached alias: it keeps the memory, and not the graph of a training step.
         self._known: dict[int, tuple[Tensor, tuple[MeanPart, ...]]] = {}
         #: By ids of the results, during the step only.
@@ -83,7 +99,7 @@ class MeanCounts:
     def recording(self) -> Iterator[None]:
         """Context of a step: forget the previous one's means, and record. Not collective."""
         self.forget()
-        reductions = patches.report_reductions(self._note, arithmetic=self._follows_sums)
+        reductions = patches.report_reductions(self._note, arithmetic=self.follows_sums)
         try:
             with patches.report_scalar_casts(self._follow, self._follow, mask=self._note_mask), reductions:
                 yield
@@ -108,8 +124,9 @@ class MeanCounts:
 
     def count_of(self, value: Any) -> Count | None:
         """Return the count of a value that is a single mean of items, see :meth:`parts_of`; None otherwise."""
-        parts = self.parts_of(value)
-        return parts[0].count if parts is not None and len(parts) == 1 and not parts[0].is_size else None
+        parts = self.parts_of(value) or ()
+        usable = len(parts) == 1 and not parts[0].is_size and abs(parts[0].added) <= _EPSILON
+        return parts[0].items if usable else None
 
     def _parts_at(self, value: Any) -> tuple[MeanPart, ...] | None:
         if not isinstance(value, Tensor) or not self._known or value.numel() != 1:
@@ -194,51 +211,75 @@ class MeanCounts:
             sums = self._sums.get(id(first)), self._sums.get(id(second))
             if before is not None:
                 self._sums.pop(id(result), None)
-            if name == "div":
-                return None if None in sums else _one(result, sums[1].count)  # type: ignore[union-attr]
-            self._sum(name, *sums, first, second, result)
+            if name != "div" or isinstance(second, (int, float)):
+                self._sum(name, *sums, first, second, result, before)
+            elif (above := sums[0]) is not None and (below := sums[1]) is not None and abs(above.added) <= _EPSILON:
+                divisor = None if below.count is below.result else below.result.detach()
+                return _one(result, below.count, added=below.added, divisor=divisor)
             return None
         first = first if before is None else before
         if name == "neg":
             return _scaled(one, -1)
         if name in ("add", "sub", "rsub"):
             signs = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}[name]
-            both = [one or _rest(first), other or _rest(second)]
+            both = [one or self._rest(first), other or self._rest(second)]
             if None in both:
                 return None
             return tuple(part for each, sign in zip(both, signs, strict=True) for part in _scaled(each, sign))
-        if one is not None and other is None and _rest(second):
+        if one is not None and other is None and self._rest(second):
             return _scaled(one, second if name == "mul" else 1 / second)
-        if name == "mul" and one is None and _rest(first):
+        if name == "mul" and one is None and self._rest(first):
             return _scaled(other, first)
         return None
 
-    def _sum(self, name: str, one: _Sum | None, other: _Sum | None, first: Any, second: Any, result: Tensor) -> None:
-        """Note a sum of sums, or of a sum and a number that only keeps it from being zero, and a multiple of a sum."""
+    def _sum(
+        self,
+        name: str,
+        one: _Sum | None,
+        other: _Sum | None,
+        first: Any,
+        second: Any,
+        result: Tensor,
+        before: Tensor | None,
+    ) -> None:
+        """Note a sum of sums, of a sum and a number (which may keep it from being zero), and a multiple of a sum."""
         if name == "add" and one is not None and other is not None:
-            counts = None in (one.count, other.count)
-            self._sums[id(result)] = _Sum(result, None if counts else result)
-        elif name == "add" and (known := one or other) is not None:
+            added = one.added + other.added
+            count = None if None in (one.count, other.count) else result.detach() - added if added else result
+            self._sums[id(result)] = _Sum(result, count, added)
+        elif name in ("add", "sub") and (known := one or other) is not None:
             number = second if other is None else first
-            if isinstance(number, float) and abs(number) <= _EPSILON:
-                self._sums[id(result)] = _Sum(result, known.count)
-        elif name == "mul" and (one or other) and isinstance(second if other is None else first, (int, float)):
+            if type(number) in (int, float) and (name == "add" or other is None):
+                added = known.added + (number if name == "add" else -number)
+                count = before if known.count is result else known.count
+                self._sums[id(result)] = _Sum(result, count, added)
+        elif name in ("mul", "div") and (one or other) and isinstance(second if other is None else first, (int, float)):
             self._sums[id(result)] = _Sum(result, None)
+
+    def _rest(self, value: Any) -> tuple[MeanPart, ...] | None:
+        """Return a number that is no known mean as a summand, zero as none; None for anything else."""
+        if isinstance(value, Tensor) and value.dim() == 0:
+            return (MeanPart(value.detach().clone(), None, is_sum=id(value) in self._sums),)
+        if not isinstance(value, (int, float)):
+            return None
+        return (MeanPart(float(value), None),) if value else ()
 
     def _follow(self, before: Tensor, after: Any) -> None:
         """Note a value that was clamped or cast: its count is that of before."""
         if not isinstance(after, Tensor):
             return
         if (known := self._sums.get(id(before))) is not None:
-            self._sums[id(after)] = _Sum(after, known.count)
+            self._sums[id(after)] = replace(known, result=after)
 
     def _note_mask(self, before: Tensor, after: Any) -> None:
         if isinstance(after, Tensor):
             self._masks[id(after)] = after
 
 
-def _one(mean: Tensor, count: Count | None, *, is_size: bool = False) -> tuple[MeanPart, ...] | None:
-    return None if count is None else (MeanPart(mean.detach().clone(), count, is_size),)
+def _one(
+    mean: Tensor, count: Count | None, *, is_size: bool = False, added: float = 0.0, divisor: Tensor | None = None
+) -> tuple[MeanPart, ...] | None:
+    return None if count is None else (MeanPart(mean.detach().clone(), count, is_size, added, divisor),)
 
 
 def _add_up_to(parts: Iterable[MeanPart], value: Tensor) -> bool:
@@ -248,20 +289,11 @@ def _add_up_to(parts: Iterable[MeanPart], value: Tensor) -> bool:
     return bool(torch.isclose(total, value.detach(), rtol=1e-3, equal_nan=True))
 
 
-def _rest(value: Any) -> tuple[MeanPart, ...] | None:
-    """Return a number that is no known mean as a summand, zero as none; None for anything else."""
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return (MeanPart(value.detach().clone(), None),)
-    if not isinstance(value, (int, float)):
-        return None
-    return (MeanPart(float(value), None),) if value else ()
-
-
 def _scaled(parts: Iterable[MeanPart] | None, factor: Any) -> tuple[MeanPart, ...]:
     if type(factor) is int and factor == 1:
         return tuple(parts or ())
     factor = factor.detach() if isinstance(factor, Tensor) else factor
-    return tuple(MeanPart(part.value * factor, part.count, part.is_size) for part in parts or ())
+    return tuple(part._replace(value=part.value * factor) for part in parts or ())
 
 
 def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

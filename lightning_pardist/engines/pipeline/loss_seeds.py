@@ -36,6 +36,7 @@ from lightning_pardist.engines.common.loss_balance import (
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term, larger, weight_of
+from lightning_pardist.engines.common.mean_counts import MeanPart
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch
 
 
@@ -273,7 +274,7 @@ class LossSeeds:
             list(merged.values()),
             samples=self._samples,
             present=self._present,
-            values=[Value(str(place), self._number(sign), None) for place, sign in enumerate(signs)],
+            values=[Value(str(place), MeanPart.of_sum(self._number(sign))) for place, sign in enumerate(signs)],
             group=self._group,
             device=self._device,
         )
@@ -368,6 +369,7 @@ def common_ratios(losses: Iterable[tuple[Sequence[Term], int]]) -> list[float] |
         differ |= 0 < sum(term.kind == "sum" for term in varying) < len(varying)
         counts = [_count(term, samples) for term in dict(_keyed(varying)).values()]
         own = _count(_first_mean(varying) or varying[0], samples) if varying else 0.0
+        differ |= len({term.added for term in varying if term.kind == "mean"}) > 1
         if own:
             ratios = [count / own for count in counts]
             found = found or ratios

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from lightning_pardist.engines.common import loss_balance
 from lightning_pardist.engines.common.loss_balance import Value, exchange
 from lightning_pardist.engines.common.loss_terms import find_terms
+from lightning_pardist.engines.common.mean_counts import MeanPart
 
 LOSSES = {
     "mean": lambda out, labels: F.cross_entropy(out, labels, ignore_index=0),
@@ -23,7 +24,8 @@ def _sent(name, labels, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(loss_balance, "_balance", lambda *args: seen.extend(args))
         out = torch.randn(len(labels), 3, requires_grad=True)
-        values = [Value("mean", torch.tensor(0.25), float(len(labels))), Value("sum", torch.tensor(2.0), None)]
+        sums = MeanPart.of_sum(torch.tensor(2.0))
+        values = [Value("mean", MeanPart(torch.tensor(0.25), float(len(labels)))), Value("sum", sums)]
         terms = find_terms(LOSSES[name](out, labels), samples=len(labels))
         exchange(terms, samples=float(len(labels)), values=values, group=None, device=torch.device("cpu"))
     return seen

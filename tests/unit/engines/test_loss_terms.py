@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pardist.compat.autograd_graph import inputs_of, is_python_number, kind_of, saved, shape_of
+from lightning_pardist.engines.common.floored_counts import noted_floors
 from lightning_pardist.engines.common.held_tensors import mark_held
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_terms import find_terms
@@ -447,3 +448,32 @@ def test_a_mean_times_the_number_of_samples(factor, ranks, is_named):
     assert bool(term.nonlinear) == is_named
     (term,) = find_terms(samples().pow(2).sum() * factor, samples=BATCH, ranks=ranks)
     assert not term.nonlinear
+
+
+@pytest.mark.parametrize(
+    ("divided", "added"),
+    [
+        (lambda count: count + 2.0, 2.0),
+        (lambda count: 1 + count, 1.0),
+        (lambda count: torch.add(count, 3).float(), 3.0),
+        (lambda count: count.float().sub_(0.5), -0.5),
+        (lambda count: count.clamp(min=1) + 1 + 1, 2.0),
+        (lambda count: (count.clone().add_(1)).clamp_(min=1), 1.0),
+        (lambda count: count + 1e-8, 0.0),
+        (lambda count: (count + 1) * 2, 0.0),
+    ],
+)
+def test_numbers_added_to_a_count(divided, added):
+    with noted_floors():
+        loss = (tokens().mean(2) * COUNTED).sum() / divided(COUNTED.sum())
+    (term,) = find_terms(loss, samples=BATCH)
+    assert term.added == added
+    torch.testing.assert_close(term.divisor.float(), divided(COUNTED.sum()).float())
+
+
+def test_a_number_added_to_a_count_of_nothing():
+    empty = torch.zeros(BATCH, LENGTH)
+    with noted_floors():
+        loss = (tokens().mean(2) * empty).sum() / (empty.sum() + 2)
+    (term,) = find_terms(loss, samples=BATCH)
+    assert (term.count, term.divisor) == (0, 2)

@@ -129,7 +129,7 @@ def test_parts_of_sums(name, mode):
         value = compute()
     for each in (value, value.detach(), value.item()):
         found = counts.parts_of(each)
-        assert [part.count for part in found] == [count for *_, count in want]
+        assert [part.items for part in found] == [count for *_, count in want]
         for part, (factor, mean, _) in zip(found, want, strict=True):
             torch.testing.assert_close(torch.as_tensor(part.value), torch.as_tensor(factor * mean()))
 
@@ -139,7 +139,7 @@ def test_numbers_beside_a_mean_over_nothing():
     with torch.no_grad(), counts.recording():
         nothing = F.cross_entropy(SCORES[:1], LABELS[2:3])
         value = (nothing + 0.5 * _weighted()).item()
-    assert [part.count for part in counts.parts_of(value)] == [0, 10]
+    assert [part.items for part in counts.parts_of(value)] == [0, 10]
     assert counts.parts_of(0.5) is None
 
 
@@ -160,8 +160,8 @@ def test_ratio_of_sums():
     with torch.no_grad(), counts.recording():
         loss = _overlap()
     ratio, one = counts.parts_of(loss)
-    assert (one.value, one.count) == (1.0, None)
-    torch.testing.assert_close(ratio.count, SCORES.sigmoid()[:, 0].sum() + COUNTS.sum())
+    assert (one.value, one.items) == (1.0, None)
+    torch.testing.assert_close(ratio.items, SCORES.sigmoid()[:, 0].sum() + COUNTS.sum())
     torch.testing.assert_close(one.value + ratio.value, loss)
 
 
@@ -174,7 +174,7 @@ def test_calls_are_noted_once_in_a_torch_function_mode():
     counts = MeanCounts(sums=True)
     with torch.no_grad(), counts.recording(), Passing():
         value = _accumulated(torch.ones(()))
-    assert [part.count for part in counts.parts_of(value)] == [None, 4, 10]
+    assert [part.items for part in counts.parts_of(value)] == [None, 4, 10]
 
 
 def test_sizes_of_what_is_averaged():
@@ -182,8 +182,8 @@ def test_sizes_of_what_is_averaged():
     with torch.no_grad(), counts.recording():
         value = SCORES.square()[COUNTS].mean() + 0.5 * F.l1_loss(SCORES, SCORES + 1, reduction="sum") / COUNTS.sum()
     size, ratio = counts.parts_of(value)
-    assert (size.count, size.is_size) == (16, True)
-    assert (ratio.count, ratio.is_size) == (4, False)
+    assert (size.items, size.is_size) == (16, True)
+    assert (ratio.items, ratio.is_size) == (4, False)
 
 
 def test_transforms_are_not_noted():
