@@ -41,7 +41,7 @@ from lightning_pardist.trainer.layer_sync import WatchedBatchNorms, converts
 from lightning_pardist.trainer.loss_weights import coupled_samples
 from lightning_pardist.trainer.patch_stack import Patch
 from lightning_pardist.trainer.sample_batches import undisturbed_random
-from lightning_pardist.trainer.sample_mixing import is_closed, mixed_samples
+from lightning_pardist.trainer.sample_mixing import mixed_samples
 
 
 class ReplicaAxis(ParallelAxis):
@@ -71,8 +71,6 @@ class ReplicaAxis(ParallelAxis):
         self.devices: list[torch.device] = []
         self._threads: ReplicaThreads | None = None
         self._rules, self._loss = Rules(), LossMakeup()
-        #: By replica.
-        self._noted: list[NotedMeans] = []
         self._batch_norms: WatchedBatchNorms | None = None
         self._cut: Microbatching | None = None
 
@@ -151,8 +149,6 @@ class ReplicaAxis(ParallelAxis):
         if coupled := self._loss.coupled or rules.orders:
             rank_zero_warn(coupled_samples(module, coupled))
         self._threads = ReplicaThreads(self.devices)
-        enabled = not any(map(is_closed, module.modules()))
-        self._noted = [NotedMeans(enabled=enabled) for _ in self.devices]
 
     def _try_to_replicate(self, module: pl.LightningModule) -> None:
         """Replicate the module once, as a check.
@@ -211,18 +207,16 @@ class ReplicaAxis(ParallelAxis):
 
         def run(index: int) -> dict[str, Any]:
             part = parts[index]
-            with effects[index].watching(), self._noted[index].step():
+            with effects[index].watching():
                 return effects[index].run(
                     lambda value: replicas[index].training_step(value, *rest),
                     part.value,
                     Part(begins[index], part.size, total),
-                    weigh=partial(self._weigh_logged, part, self._noted[index]),
+                    weigh=partial(self._weigh_logged, part),
                 )
 
         effects[0].adopt_rules(self._rules)
         results = threads.run([partial(run, index) for index in range(len(parts))])
-        for noted in self._noted:
-            noted.end()
         loss, weights = self._combine_losses(parts, [find_loss(result["result"]) for result in results])
         results = [map_leaves(partial(_detached, devices[0]), result) for result in results]
         outputs = effects[0].combine(results, Shares.of(weights, [part.size for part in parts]), self._rules)
@@ -252,11 +246,11 @@ class ReplicaAxis(ParallelAxis):
         weights = iter(weighing.weights)
         return whole, [0.0 if loss is None else next(weights) for loss in losses]
 
-    def _weigh_logged(self, part: MicroBatch, noted: NotedMeans, result: Any, logged: list[dict[str, Any]]) -> None:
+    def _weigh_logged(self, part: MicroBatch, result: Any, logged: list[dict[str, Any]]) -> None:
         """Store the weights of logged values relative to other replicas, if their autograd graphs determine them."""
         loss = find_loss(result)
         terms = [] if loss is None or not logged else terms_of(loss, part.value, part.size, self._loss_weight)
-        values = [arguments["value"] for arguments in logged]
+        values, noted = [arguments["value"] for arguments in logged], NotedMeans(enabled=False)
         for arguments in logged:
             with suppress(LookupError):
                 arguments[WEIGHT] = weight_of_logged(arguments["value"], values, loss, terms, part.size, noted)

@@ -32,6 +32,7 @@ NAMES = (
             since="2.14"),
     Private("torch.jit._builtins._get_builtin_table", "scripting a module while counts of losses are watched",
             "leave torch's functions alone, and replace methods of tensors only"),
+    Private("torch._VF", "time of recurrent layers in plans", "plan their operators as those of Python code"),
     Private("torch.utils.checkpoint._StopRecomputationError", "activation checkpointing by the user under pipelines",
             "the exception that ends a recomputation early"),
 )  # fmt: skip
@@ -148,23 +149,28 @@ def keep_unchanged_parameters() -> Iterator[None]:
 
 
 _Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-#: Replacements by the class or module and name that they are for. They are the same in each context: making them
-#: takes longer than putting them in place.
-_REPLACEMENTS: dict[tuple[Any, str], Any] = {}
+#: Replacements by their purpose and the class or module and name that they are for. They are the same in each context:
+#: making them takes longer than putting them in place.
+_REPLACEMENTS: dict[tuple[str, Any, str], Any] = {}
 #: What an attribute was that its owner inherits.
 _INHERITED = object()
 
 
 class _Replaced:
-    """Attributes that are replaced, to be restored. Contexts of each training step replace some twenty of them."""
+    """Attributes that are replaced, to be restored. Contexts of each training step replace some twenty of them.
 
-    def __init__(self) -> None:
+    Args:
+        purpose: Name that tells apart replacements of one attribute.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
         self._before: list[tuple[Any, str, Any]] = []
 
     def replace(self, name: str, wrap: _Wrap, *, of_torch: bool) -> None:
         """Replace a method of tensors, and the function of the same name in ``torch`` if there is one."""
         own = torch.Tensor.__dict__.get(name, _INHERITED)
-        setattr(torch.Tensor, name, _replacement(torch.Tensor, name, wrap))
+        setattr(torch.Tensor, name, _replacement(self._purpose, torch.Tensor, name, wrap))
         self._before.append((torch.Tensor, name, own))
         if of_torch and hasattr(torch, name):
             self.replace_in(torch, name, wrap)
@@ -172,7 +178,7 @@ class _Replaced:
     def replace_in(self, module: Any, name: str, wrap: _Wrap) -> None:
         """Replace a function of a module."""
         before = getattr(module, name)
-        setattr(module, name, _replacement(module, name, wrap))
+        setattr(module, name, _replacement(self._purpose, module, name, wrap))
         self._before.append((module, name, before))
 
     def restore(self) -> None:
@@ -185,13 +191,13 @@ class _Replaced:
                 setattr(owner, name, before)
 
 
-def _replacement(owner: Any, name: str, wrap: _Wrap) -> Any:
+def _replacement(purpose: str, owner: Any, name: str, wrap: _Wrap) -> Any:
     """Return what replaces an attribute; a new replacement if somebody else has replaced the attribute since."""
     before = getattr(owner, name)
-    known = _REPLACEMENTS.get((owner, name))
+    known = _REPLACEMENTS.get((purpose, owner, name))
     if known is not None and known.__wrapped__ is before:
         return known
-    after = _REPLACEMENTS[owner, name] = wrap(before)
+    after = _REPLACEMENTS[purpose, owner, name] = wrap(before)
     # TorchScript has to recognise the replacement as well.
     scripted = torch.jit._builtins._get_builtin_table()
     if known is not None:
@@ -204,14 +210,16 @@ def _replacement(owner: Any, name: str, wrap: _Wrap) -> Any:
 #: Functions that bound a number from below.
 _FLOORS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum")
 _CASTS = ("float", "double", "to", "type", "type_as")
-_SUMS = ("add", "add_", "__add__", "__radd__", "__iadd__")
-_DIFFERENCES = ("sub", "sub_", "__sub__", "__isub__")
-_FLOOR, _CAST, _SUM, _DIFFERENCE = range(4)
+#: Not in place: optimizers count their steps so.
+_SUMS: tuple[str, ...] = ("add", "__add__", "__radd__")
+_DIFFERENCES: tuple[str, ...] = ("sub", "__sub__")
+_FLOOR, _CAST = range(2)
+_NUMBERS = (int, float)
 _Note = Callable[[torch.Tensor, torch.Tensor], None]
 _NoteSum = Callable[[torch.Tensor, torch.Tensor, float], None]
 #: What :func:`report_scalar_casts` replaces, and the callbacks of the active contexts: for
 #: floors, for casts, for sums with Python numbers, and for casts of masks.
-_NOTING = _Replaced()
+_NOTING = _Replaced("casts")
 _NOTING_USERS: list[tuple[_Note, _Note, _NoteSum | None, _Note | None]] = []
 _NOTING_LOCK = threading.Lock()
 
@@ -238,22 +246,30 @@ def report_scalar_casts(
                 return function(*args, **kwargs)
             if first.dim() and (kind != _CAST or first.dtype != torch.bool):
                 return function(*args, **kwargs)
-            is_sum = kind in (_SUM, _DIFFERENCE)
-            if is_sum and (len(args) != 2 or type(args[1]) not in (int, float) or kwargs):
-                return function(*args, **kwargs)
             before = first
             if in_place:
                 before = first.clone()
                 before.__dict__.update(first.__dict__)
             result = function(*args, **kwargs)
-            for floored, cast, added, mask in tuple(_NOTING_USERS):
-                if is_sum:
-                    if added is not None:
-                        added(before, result, args[1] if kind == _SUM else -args[1])
-                elif not first.dim():
+            for floored, cast, _, mask in tuple(_NOTING_USERS):
+                if not first.dim():
                     (floored if kind == _FLOOR else cast)(before, result)
                 elif mask is not None:
                     mask(before, result)
+            return result
+
+        return functools.wraps(function)(call)
+
+    def noting_sums(function: Callable[..., Any], sign: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            # Most sums are of two tensors.
+            if len(args) != 2 or type(args[1]) not in _NUMBERS or kwargs or type(args[0]) is not torch.Tensor:
+                return result
+            if not (args[0].dim() or args[0].requires_grad or torch.compiler.is_compiling()):
+                for *_, added, _ in tuple(_NOTING_USERS):
+                    if added is not None:
+                        added(args[0], result, sign * args[1])
             return result
 
         return functools.wraps(function)(call)
@@ -262,11 +278,14 @@ def report_scalar_casts(
     with _NOTING_LOCK:
         # Ranks that run as threads of one process enter and exit in any order.
         if not _NOTING_USERS:
-            for kind, names in enumerate((_FLOORS, _CASTS, _SUMS, _DIFFERENCES)):
+            for kind, names in ((_FLOOR, _FLOORS), (_CAST, _CASTS)):
                 for name in names:
-                    in_place = name == "__iadd__" or (name.endswith("_") and not name.startswith("__"))
-                    wrap = functools.partial(noting, kind=kind, in_place=in_place)
-                    _NOTING.replace(name, wrap, of_torch=kind != _CAST)
+                    wrap = functools.partial(noting, kind=kind, in_place=name.endswith("_"))
+                    _NOTING.replace(name, wrap, of_torch=kind == _FLOOR)
+            for sign, sums in ((1, _SUMS), (-1, _DIFFERENCES)):
+                for name in sums:
+                    wrap = functools.partial(noting_sums, sign=sign)
+                    _NOTING.replace(name, wrap, of_torch=not name.startswith("__"))
         _NOTING_USERS.append(notes)
     try:
         yield
@@ -303,7 +322,7 @@ ELEMENT_LOSSES = (
 )
 #: What :func:`report_reductions` replaces, the names of it, and the callbacks by
 #: thread; None inside of a call.
-_REDUCING = _Replaced()
+_REDUCING = _Replaced("reductions")
 _REDUCING_NAMES: set[str] = set()
 _REDUCING_USERS: dict[int, Callable[..., None] | None] = {}
 
@@ -387,10 +406,27 @@ def report_reductions(note: Callable[..., None], *, arithmetic: bool) -> Iterato
                 _REDUCING_NAMES.clear()
 
 
+#: Functions that compute a recurrent layer or cell, on CPU by many operators that they issue from C++.
+_RECURRENT = [f"{kind}{end}" for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu") for end in ("", "_cell")]
+
+
+def replace_recurrent(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace the functions that recurrent layers call; return a function that restores them."""
+    before = {name: getattr(torch._VF, name) for name in _RECURRENT}
+    for name, function in before.items():
+        setattr(torch._VF, name, wrap(function))
+
+    def restore() -> None:
+        for name, function in before.items():
+            setattr(torch._VF, name, function)
+
+    return restore
+
+
 @contextlib.contextmanager
 def original_reductions() -> Iterator[None]:
     """Return a context in which ``torch.mean`` and ``torch.sum`` are torch's own: Lightning's ``log`` compares them."""
-    ours = {name: _REPLACEMENTS.get((torch, name)) for name in ("mean", "sum")}
+    ours = {name: _REPLACEMENTS.get(("reductions", torch, name)) for name in ("mean", "sum")}
     replaced = {name: function for name, function in ours.items() if function and getattr(torch, name) is function}
     for name, function in replaced.items():
         setattr(torch, name, function.__wrapped__)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pardist.compat.autograd_graph import kind_of
 from lightning_pardist.compat.fake_tensors import FakeTensor, UncompiledMode, is_wrapper, key_of, schema_of, storage_key
+from lightning_pardist.compat.patches import replace_recurrent
 from lightning_pardist.engines.pipeline.flops import count_flops
 from lightning_pardist.planner.arguments import group_in, is_view, received_by, tensors_in, written_by
 
@@ -48,6 +50,7 @@ class Operator:
         reads: Keys of the storages that it reads.
         writes: Keys of the storages that it writes.
         updates: Whether it belongs to an optimizer's update, instead of forward and backward.
+        inner: Whether C++ code issues it, one of many of a recurrent layer.
     """
 
     name: str
@@ -57,6 +60,12 @@ class Operator:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     updates: bool = False
+    inner: bool = False
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether the host issues it without Python code between it and the operator before."""
+        return self.updates or self.inner
 
 
 @dataclass(slots=True)
@@ -155,8 +164,14 @@ class Ledger(UncompiledMode):
         self.events: list[Event] = []
         self._blocks: dict[int, Block] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        #: Number of recurrent functions, or of their nodes in backward, that are running, and whether one of these
+        #: nodes was the last to run: autograd then adds up its results.
+        self._recurrent = 0
+        self._left_node = False
 
     def __enter__(self) -> Ledger:
+        if not _ledgers:
+            _restores.append(replace_recurrent(_recurrent_noted))
         _ledgers.setdefault(threading.get_ident(), []).append(self)
         if torch.UntypedStorage.resize_ is not _resize_noted:
             torch.UntypedStorage.resize_ = _resize_noted  # type: ignore[method-assign, assignment]
@@ -171,12 +186,40 @@ class Ledger(UncompiledMode):
             del _ledgers[threading.get_ident()]
         if not _ledgers:
             torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+            _restores.pop()()
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Update the size of a resized storage; ``fully_shard`` frees and allocates storages by resizing them."""
         block = self._note_storage(storage)
         if block.kind == "activations":
             block.kind = "other"
+
+    def run_recurrent(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function whose operators, and those of its backward, C++ code issues."""
+        self._recurrent += 1
+        try:
+            results = function(*args)
+        finally:
+            self._recurrent -= 1
+        given = {leaf.grad_fn for leaf in tensors_in(args)}
+        waiting = [leaf.grad_fn for leaf in tensors_in(results if isinstance(results, tuple) else (results,))]
+        seen = set(given)
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen or kind_of(node) == "AccumulateGrad":
+                continue
+            seen.add(node)
+            node.register_prehook(self._begin_node)
+            node.register_hook(self._end_node)
+            waiting += [child for child, _ in node.next_functions]
+        return results
+
+    def _begin_node(self, grads: Any) -> None:
+        self._recurrent += 1
+
+    def _end_node(self, into: Any, out: Any) -> None:
+        self._recurrent -= 1
+        self._left_node = True
 
     def note(self, tensors: Iterable[Tensor]) -> None:
         """Track tensors that were created before the mode was entered."""
@@ -274,7 +317,9 @@ class Ledger(UncompiledMode):
         moved = _moved(func, inputs, outputs)
         dtype = next((leaf.dtype for leaf in (*outputs, *inputs) if leaf.is_floating_point()), torch.int64)
         flops = count_flops(func, args, kwargs, result)
-        self.events.append(Operator(str(func), flops, moved, dtype, reads, writes, self.updates))
+        self._left_node &= func is torch.ops.aten.add.Tensor
+        inner = self._recurrent > 0 or self._left_node
+        self.events.append(Operator(str(func), flops, moved, dtype, reads, writes, self.updates, inner))
 
     def _send(self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         name = func.overloadpacket.__name__
@@ -325,6 +370,17 @@ class Ledger(UncompiledMode):
             self.events.append((block, change))
 
 
+def _recurrent_noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        mine = _ledgers.get(threading.get_ident())
+        return mine[-1].run_recurrent(function, *args) if mine else function(*args)
+
+    return run
+
+
+#: Restores what is replaced while ledgers are active.
+_restores: list[Callable[[], None]] = []
 _resize = torch.UntypedStorage.resize_
 #: Active ledgers by thread.
 _ledgers: dict[int, list[Ledger]] = {}

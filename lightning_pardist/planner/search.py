@@ -447,8 +447,10 @@ class Search:
         times = candidate.microbatches(stages, self._resized(share))
         computes = share * sum(operator_seconds(each, profile) for each in (*work, *steps) if each.flops) / apart
         computes /= 1 - candidate.least_idle_share(stages, times)
-        operators = STEP_WORK * stages + _host_factor(dims) * len(work) * times
-        issues = operators * profile.host_s_per_operator + len(steps) * profile.host_s_per_update
+        slow = sum(not event.is_quick for event in work) * times
+        quick = (len(work) * times - slow) + len(steps)
+        operators = STEP_WORK * stages + _host_factor(dims) * slow
+        issues = operators * profile.host_s_per_operator + quick * profile.host_s_per_update
         parts = f", in {times} micro-batches" if times > 1 else ""
         return max(computes, issues / stages), f"{apart} ranks share each batch{parts}"
 

@@ -236,7 +236,7 @@ class _Player:
 
     def _operate(self, event: Operator) -> None:
         profile = self._profile
-        self._host += profile.host_s_per_update if event.updates else self._host_factor * self._host_seconds()
+        self._host += profile.host_s_per_update if event.is_quick else self._host_factor * self._host_seconds()
         self._moved, self._last_moved = self._moved + event.moved, event.moved
         took = operator_seconds(event, profile)
         if self._cache is not None:

@@ -218,6 +218,9 @@ def _mean_of_parts(parts: Sequence[_Part], samples: Sequence[float]) -> float:
     # A mean over nothing is NaN and counts for nothing.
     total = sum(divisor * value for divisor, (value, *_) in zip(divisors, parts, strict=True) if divisor)
     added = max((added for *_, added, _ in parts), key=abs) if is_counted else 0.0
-    # What clamps the divisor of a rank clamps that of all.
-    divisor = max(sum(weights) + added, *divisors)
+    divisor = sum(weights) + added
+    for own, weight in zip(divisors, weights, strict=True):
+        # What clamps the divisor of a rank clamps that of all; a difference by rounding is none by a clamp.
+        if own - weight - added > 1e-6 * abs(own):
+            divisor = max(divisor, own)
     return total / divisor if divisor else float("nan")

@@ -37,7 +37,7 @@ from lightning_pardist.engines.common.loss_balance import (
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_terms import Term, as_counts, weight_of
+from lightning_pardist.engines.common.loss_terms import Term, as_counts, leading_mean, weight_of
 from lightning_pardist.engines.common.mean_counts import MeanPart
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.fsdp.fsdp_units import original_class
@@ -248,6 +248,7 @@ class LossWeights:
             noted, self._logged = self._logged, None
         # With manual optimization, backward runs inside the step.
         self._weigh(find_loss(output) if self._trainer.lightning_module.automatic_optimization else None, noted)
+        self._noted.end()
         self._losses, self._known = [], {}
         return output
 
@@ -373,7 +374,8 @@ class LossWeights:
         """Weight the loss of a step, and its logged values. Waits for the other ranks."""
         self._step = None
         found = step.exchange.result()
-        self._own = OwnLoss(self._share_of(step.terms, step.samples), step.samples, found.agreed)
+        weight, added = self._share_of(step.terms, step.samples)
+        self._own = OwnLoss(weight, step.samples, found.agreed, added)
         self._own_before = self._own
         self._check_terms(found)
         if scale:
@@ -428,13 +430,16 @@ class LossWeights:
         known = self._loss_count()
         return known is not None and math.isnan(known)
 
-    def _share_of(self, terms: list[Term], samples: float) -> Tensor | float | None:
+    def _share_of(self, terms: list[Term], samples: float) -> tuple[Tensor | float | None, float]:
+        """Return the weight of the loss, and the number contained in it that is added once for all ranks."""
         if not self._has_no_count:
-            return self._loss_count()
+            return self._loss_count(), 0.0
         try:
-            return weight_of(terms, samples)
+            weight = weight_of(terms, samples)
         except LookupError:
-            return samples
+            return samples, 0.0
+        lead = None if weight is None else leading_mean(terms)
+        return weight, 0.0 if lead is None else lead.added
 
     # --- logged values ------------------------------------------------------------------------------------------
 
@@ -492,8 +497,6 @@ class LossWeights:
                     continue
                 weight = LoggedWeight(MeanPart(each.value, count))
             found[each.name] = each, Value(each.name, weight.whole._replace(value=each.value), weight.parts)
-        if noted:
-            self._noted.end()
         return list(found.values())
 
     def _correct(self, entry: _Logged, value: Tensor) -> None:

@@ -63,10 +63,10 @@ def lifted(logits, labels):
     return (losses * counted).sum() / (counted.sum() + 1.0)
 
 
-def lifted_in_place(logits, labels):
+def lifted_terms(logits, labels):
     counted = labels == 1
     lowered = logits[labels != -100].pow(2).sum() / ((labels != -100).sum() - 0.5)
-    return logits[counted].pow(2).sum() / counted.sum().float().add_(2) + 0.5 * lifted(logits, labels) + lowered
+    return logits[counted].pow(2).sum() / (counted.sum().float() + 2) + 0.5 * lifted(logits, labels) + lowered
 
 
 def few(logits, labels):
@@ -196,14 +196,40 @@ def mean_of_classes(logits, labels):
     return (logits.new_zeros(2).index_add(0, classes, losses) / counts).mean()
 
 
+def _losses_and_counted(logits, labels):
+    losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
+    return losses, (labels != -100).float()
+
+
+def counted_by_rows(logits, labels):
+    losses, counted = _losses_and_counted(logits, labels)
+    count = torch.zeros(())
+    for row in counted:
+        count = count + int(row.sum())
+    return (losses * counted).sum() / count.clamp(min=1)
+
+
+def counted_in_parts(logits, labels):
+    losses, counted = _losses_and_counted(logits, labels)
+    return (losses * counted).sum() / (counted[:, :2].sum() + int(counted[:, 2:].sum()))
+
+
+def by_signed_weights(logits, labels):
+    losses, counted = _losses_and_counted(logits, labels)
+    weights = counted - 0.1
+    return (losses * weights).sum() / weights.sum()
+
+
 #: Losses with a single mean or sum: a batch's loss follows from those of its parts.
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, guarded, added, per_sample, sum_per_sample]
-SEVERAL = [two_terms, written, mixed, of_positives, of_nothing, lifted, lifted_in_place]
+SEVERAL = [two_terms, written, mixed, of_positives, of_nothing, lifted, lifted_terms]
+#: Numbers that are a part of the count, and weights of both signs.
+PARTS = [counted_by_rows, counted_in_parts, by_signed_weights]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
 TOGETHER = [contrastive, in_pairs, contrastive_if_any_counts, mean_of_classes, mixed_up, normalized, *GATHERED]
 OF_NUMBERS = [over_a_constant, by_python_weights]
 TOGETHER += [by_rank, by_rank_from_the_second_step_on]
-LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *OF_NUMBERS, *TOGETHER)}
+LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *PARTS, *OF_NUMBERS, *TOGETHER)}
 #: Not exact in micro-batches that a user asks for.
 COUPLED = {loss.__name__ for loss in (*TOGETHER, by_python_weights)}
 
@@ -283,7 +309,7 @@ def _run(strategy, *, world=2, sizes=EVEN, module=None, given=None, empty=0, **t
     (wanted,) = run_ranks(1, _fit, "single", 1, (SAMPLES,), *arguments)
     for found in run_ranks(world, _fit, strategy, world, sizes, *arguments):
         assert_close(found["weights"], wanted["weights"])
-        if LOSSES[(module or {}).get("loss", "ignored")] in (*SINGLE, *SEVERAL, *GATHERED):
+        if LOSSES[(module or {}).get("loss", "ignored")] in (*SINGLE, *SEVERAL, *PARTS, *GATHERED):
             assert_close(found["logged"], wanted["logged"])
             assert_close(found["steps"], wanted["steps"])
 

@@ -496,6 +496,21 @@ def test_operators_on_stubs_hold_and_compute_nothing():
     assert [event for event in ledger.events if not isinstance(event, tuple)] == [HostWork(1.0)] * 2
 
 
+def test_recurrent_layers_issue_operators_quickly():
+    head, net, before = nn.Linear(8, 4), nn.GRU(4, 8), torch._VF.gru
+    with Ledger() as ledger:
+        ledger.start()
+        head(net(torch.randn(5, 2, 4))[0]).sum().backward()
+        ledger.stop()
+    assert torch._VF.gru is before
+    operators = [event for event in ledger.events if isinstance(event, Operator)]
+    slow = [event.name.split(".")[1] for event in operators if not event.inner]
+    assert len(slow) < 15 < 100 < len(operators)
+    profile = replace(find_profile("h100"), host_s_per_operator=1.0, host_s_per_update=1e-3)
+    seconds = time_ranks({0: operators}, profile, ranks_per_node=1, host_factor=5.0)[0].step
+    assert seconds == pytest.approx(5 * len(slow) + 1e-3 * (len(operators) - len(slow)), rel=1e-3)
+
+
 def test_work_of_the_host_is_planned_for_every_strategy():
     batch = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
     made = plan(Classifier(), batch, devices=2, device="cpu", strategies=["pardist_ddp", "pardist_zero1", "pardist_pp"])

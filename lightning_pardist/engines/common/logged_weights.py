@@ -8,10 +8,12 @@ contain the summands' values, which are therefore noted as the step computes the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -56,11 +58,12 @@ class NotedMeans:
         #: graph does not show its count, and one of these whose count was noted.
         self._notes = True
         self._several = self._unknown = self._counted = False
-        #: Results of :meth:`summands_of` by id of what was noted: the same tuple if a value is logged twice.
-        self._found: dict[int, tuple[MeanPart, ...]] = {}
+        #: Results of :meth:`summands_of` with what was noted, by its id: the same tuple if a value is logged twice.
+        self._found: dict[int, tuple[tuple[MeanPart, ...], tuple[MeanPart, ...]]] = {}
 
     def step(self) -> AbstractContextManager[None]:
-        """Context of a step. Not collective."""
+        """Context of a step, or of its part that sees a micro-batch. Not collective."""
+        self._found.clear()
         return nullcontext() if self._counts is None or not self._notes else self._counts.recording()
 
     def count_of(self, value: Any) -> Tensor | float | None:
@@ -85,14 +88,18 @@ class NotedMeans:
         kinds = [term.kind for term in terms if not term.is_zero]
         if sum(part.items is not None for part in parts) < kinds.count("mean"):
             return ()
-        has_sums = "sum" in kinds
-        if has_sums and ("constant" in kinds or sum(part.is_sum for part in parts) != kinds.count("sum")):
+        has_sums, num_sums = "sum" in kinds, sum(part.is_sum for part in parts)
+        if num_sums != kinds.count("sum") if has_sums else num_sums > kinds.count("constant"):
+            # A detached sum has no term.
+            return ()
+        if has_sums and "constant" in kinds:
             # Which of them are sums over items, and which are penalties of parameters, is not known.
             return ()
         if id(parts) not in self._found:
             sizes = {term.count for term in terms if not isinstance(term.count, Tensor)}
-            self._found[id(parts)] = tuple(_with_count(part, samples, sizes, has_sums) for part in _merged(parts))
-        return self._found[id(parts)]
+            made = tuple(_with_count(part, samples, sizes, has_sums) for part in _merged(parts))
+            self._found[id(parts)] = parts, made
+        return self._found[id(parts)][1]
 
     def end(self) -> None:
         """End a step that has logged values: the next one is noted if that may serve, or has served."""
@@ -180,23 +187,51 @@ def _merged(parts: Sequence[MeanPart]) -> Iterable[MeanPart]:
     return found.values()
 
 
+class _Numbers(NamedTuple):
+    """A :class:`MeanPart` on the host."""
+
+    value: float
+    items: float
+    divisor: float
+    added: float
+
+
 def combined_weight(weights: Sequence[LoggedWeight]) -> LoggedWeight:
     """Return the weight of a batch's value, with the value, given those of its micro-batches."""
-    parts: tuple[MeanPart, ...] = ()
+    columns = [[each.whole for each in weights]]
     if all(each.parts for each in weights) and len({len(each.parts) for each in weights}) == 1:
-        parts = tuple(map(_combined_part, zip(*(each.parts for each in weights), strict=True)))
-    return LoggedWeight(_combined_part([each.whole for each in weights]), parts)
+        columns += map(list, zip(*(each.parts for each in weights), strict=True))
+    known, size = _on_host([part for column in columns for part in column]), len(weights)
+    whole, *parts = (_combined_part(known[begin : begin + size]) for begin in range(0, len(known), size))
+    return LoggedWeight(whole, tuple(parts))
 
 
-def _combined_part(parts: Sequence[MeanPart]) -> MeanPart:
-    items = sum(float(part.items or 0) for part in parts)
+def _on_host(parts: Sequence[MeanPart]) -> list[_Numbers]:
+    """Return summands in numbers, with one synchronization."""
+    fields: list[Tensor | float] = []
+    for part in parts:
+        items = 0.0 if part.items is None else part.items
+        fields += [part.value, items, items if part.divisor is None else part.divisor]
+    tensors = [field.detach().reshape(()) for field in fields if isinstance(field, Tensor)]
+    device = tensors[0].device if tensors else None
+    read = iter(torch.stack([each.to(device, torch.float64) for each in tensors]).tolist() if tensors else [])
+    numbers = [next(read) if isinstance(field, Tensor) else float(field) for field in fields]
+    rows = zip(numbers[::3], numbers[1::3], numbers[2::3], parts, strict=True)
+    return [_Numbers(value, items, divisor, part.added) for value, items, divisor, part in rows]
+
+
+def _combined_part(parts: Sequence[_Numbers]) -> MeanPart:
+    """Return the summand of a batch, given those of its micro-batches."""
+    items = math.fsum(part.items for part in parts)
     added = max((part.added for part in parts), key=abs)
-    divisors = [float(part.items or 0) if part.divisor is None else float(part.divisor) for part in parts]
+    divisor = items + added
+    for part in parts:
+        # What clamps the divisor of a part clamps that of the batch; a difference by rounding is none by a clamp.
+        if part.divisor - part.items - part.added > 1e-6 * abs(part.divisor):
+            divisor = max(divisor, part.divisor)
     # A mean over no items is NaN.
-    total = sum(number * float(part.value) for number, part in zip(divisors, parts, strict=True) if number)
-    # What clamps the divisor of a part clamps that of the batch.
-    divisor = max(items + added, *divisors)
-    return MeanPart(total / divisor if divisor else float(parts[0].value), items, added=added, divisor=divisor)
+    total = math.fsum(part.divisor * part.value for part in parts if part.divisor)
+    return MeanPart(total / divisor if divisor else parts[0].value, items, added=added, divisor=divisor)
 
 
 def _known_terms(root: Node | None, known: Mapping[Node, Sequence[Term]]) -> Sequence[Term]:

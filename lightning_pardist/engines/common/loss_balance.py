@@ -554,8 +554,10 @@ def _combined(
     parted = alike & (total[0] * total[13] == total[12] ** 2)
 
     def mean_at(place: int, mean: MeanPart, kept: Number) -> Number:
-        # What clamps the divisor of a rank clamps that of all.
-        divisor = _larger(total[place] + mean.added, _divisor(mean, device) * own[0])
+        divisor, clamped = total[place] + mean.added, _divisor(mean, device) * own[0]
+        # What clamps the divisor of a rank clamps that of all; a difference by rounding is none by a clamp.
+        surplus = clamped - _items(mean, device) - mean.added
+        divisor = _where((surplus > 1e-6 * abs(clamped)) & (clamped > divisor), clamped, divisor)
         return _where(divisor != 0, total[place + _VALUES] / _where(divisor == 0, 1.0, divisor), kept)
 
     sums: dict[int, Number] = {}
@@ -569,10 +571,6 @@ def _combined(
         first_index = _first_with(values, value.parts)
         found.append(_where(parted, sums[first_index], mean) if first_index in sums else mean)
     return found
-
-
-def _larger(one: Number, other: Number) -> Number:
-    return _where(other > one, other, one)
 
 
 def _factor(own: Number, total: Number, ranks: int) -> Number:

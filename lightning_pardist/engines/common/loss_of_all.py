@@ -18,11 +18,13 @@ class OwnLoss:
         weight: Weight of a mean among those of other ranks; None for a sum.
         samples: Number of samples in the rank's batch.
         agreed: Whether the losses of all ranks consist of the same terms; equal on all ranks.
+        added: Number contained in the weight that is added once for all ranks.
     """
 
     weight: Tensor | float | None
     samples: float
     agreed: Tensor | bool = True
+    added: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def loss_of_all(
     if total.num_without:
         return total.means / (1 if group is None else group.size()) + total.sums
     if bool(own.agreed) and not total.num_sums:
-        return total.by_weight / total.weights if total.weights else total.means / total.num_means
+        weights = total.weights + own.added
+        return total.by_weight / weights if weights else total.means / total.num_means
     return (total.by_samples / total.samples if total.samples else 0.0) + total.sums
 
 
@@ -92,4 +95,4 @@ def _sums(loss: Tensor | None, own: OwnLoss, counts: bool) -> _Sums:
         # Its samples count towards the step's samples as well.
         return _Sums(sums=value, samples=own.samples, num_sums=1.0)
     weight = float(own.weight)
-    return _Sums(weight * value, weight, own.samples * value, own.samples, value, num_means=1.0)
+    return _Sums(weight * value, weight - own.added, own.samples * value, own.samples, value, num_means=1.0)

@@ -64,7 +64,14 @@ from lightning_pardist.engines.common.divisor_counts import (
     reciprocal,
 )
 from lightning_pardist.engines.common.floored_counts import added_to, unfloored
-from lightning_pardist.engines.common.masked_sums import elements, is_empty_sum, mask_of, sums_of_mask, unclamped
+from lightning_pardist.engines.common.masked_sums import (
+    counts_items_of,
+    elements,
+    is_empty_sum,
+    mask_of,
+    sums_of_mask,
+    unclamped,
+)
 
 #: A mean is divided by a count, a sum over the batch is not, and a constant does not depend on the batch.
 TermKind = Literal["mean", "sum", "constant", "other"]
@@ -314,6 +321,11 @@ class _Position:
             return self.zero_term() if nothing else term
         # In a product of counts the number would have to be multiplied by the others, which differ between parts.
         added = added_to(counts[0].value) if len(counts) == 1 else 0.0
+        if added:
+            left = float(counts[0].value) - added
+            # Otherwise the number may be a part of the count.
+            is_count = math.isclose(left, 0, abs_tol=1e-6) if nothing else counts_items_of(self.node, left)
+            added = added if is_count else 0.0
         total: Any = math.prod((each.value for each in counts[1:]), start=counts[0].value)
         before = [unfloored(each.value) for each in counts]
         is_floored = any(number is not each.value for number, each in zip(before, counts, strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_pardist.compat.autograd_graph import inputs_of, kind_of, saved, scalar, shape_of
-from lightning_pardist.engines.common.batch_dim import ELEMENTWISE, LOSSES, REACH, SAME
+from lightning_pardist.engines.common.batch_dim import ELEMENTWISE, LOSSES, PICKED, REACH, SAME
 
 #: Masks with more elements are not read.
 SMALL = 2**22
@@ -46,6 +46,28 @@ def mask_of(node: Node) -> Tensor | None:
         found = saved(node, "self" if sides[0] is None else "other") if kind == "Mul" else None
         found = found if isinstance(found, Tensor) and found.dim() else None
     return found if isinstance(found, Tensor) else None
+
+
+def counts_items_of(node: Node, count: float) -> bool:
+    """Return whether a number is that of the items that a sum adds up: those selected for it, or left by its mask.
+
+    Sums of weights may differ by rounding.
+
+    Args:
+        node: The sum.
+        count: The number.
+    """
+    for child in (node, *elements(node)):
+        left: float | None = None
+        if kind_of(child) in PICKED:
+            left = (shape_of(child) or (0,))[0]
+        elif (mask := mask_of(child)) is not None and 0 < mask.numel() <= SMALL:
+            left = scalar(mask.sum())
+        elif mask is None:
+            left = labels_of(child)
+        if left is not None and math.isclose(left, count, rel_tol=1e-5, abs_tol=1e-6):
+            return True
+    return False
 
 
 def labels_of(node: Node) -> float | None:

@@ -215,7 +215,8 @@ class MeanCounts:
                 self._sum(name, *sums, first, second, result, before)
             elif (above := sums[0]) is not None and (below := sums[1]) is not None and abs(above.added) <= _EPSILON:
                 divisor = None if below.count is below.result else below.result.detach()
-                return _one(result, below.count, added=below.added, divisor=divisor)
+                count = None if below.count is None else below.count.detach()
+                return _one(result, count, added=below.added, divisor=divisor)
             return None
         first = first if before is None else before
         if name == "neg":

@@ -93,6 +93,7 @@ class LossWeighting:
         correction: Factor to apply to the step's gradients on all stages.
         several_counts: Whether losses had several counts on any data rank; False for a single micro-batch.
         alike: Whether all losses consisted of the same terms.
+        added: Number contained in each weight that is added once for the batch.
     """
 
     weights: tuple[float, ...]
@@ -100,10 +101,16 @@ class LossWeighting:
     correction: float = 1.0
     several_counts: bool = False
     alike: bool = True
+    added: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Weight of the batch's loss."""
+        return sum(self.weights) - (len(self.weights) - 1) * self.added
 
     def value(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the batch's loss, given the micro-batches' losses."""
-        total = 1.0 if self.is_sum else sum(self.weights)
+        total = 1.0 if self.is_sum else self.total
         # Skip zero-weight parts: a mean over no tokens is NaN.
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         counted = [loss.to(wide) * (w / total) for loss, w in zip(losses, self.weights, strict=True) if w]
@@ -214,7 +221,10 @@ class LossSeeds:
         said = (self._correction, self._several.double(), self._agreed.double())
         numbers: list[float] = torch.stack([each.reshape(()) for each in (*shares, *said)]).tolist()
         *found, correction, several, alike = numbers
-        return LossWeighting(tuple(found), is_sum, correction, bool(several) and len(self._parts) > 1, bool(alike))
+        leads = [_first_mean(terms) for terms in self._terms]
+        added = next((lead.added for lead in leads if lead is not None), 0.0)
+        several = several and len(self._parts) > 1
+        return LossWeighting(tuple(found), is_sum, correction, bool(several), bool(alike), added)
 
     # --- factors before all counts are known --------------------------------------------------------------------
 
