@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -45,7 +46,8 @@ StopRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputationEr
 def custom_functions(call: Callable[..., Any]) -> Iterator[None]:
     """Return a context in which calls of custom autograd functions go through ``call``.
 
-    Custom autograd functions are not torch functions: neither modes nor tensor subclasses see them.
+    Custom autograd functions are not torch functions: neither modes nor tensor subclasses see them. Their ``apply`` is
+    also found under global names (``scan = Scan.apply``), which refer to the original.
 
     Args:
         call: ``(autograd function class, its original apply, args, kwargs) -> result``.
@@ -57,10 +59,42 @@ def custom_functions(call: Callable[..., Any]) -> Iterator[None]:
         return call(cls, before.__get__(None, cls), args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    named = _named_applies()
+    for names, name, bound in named:
+        names[name] = functools.partial(_applied, bound.__self__)
     try:
         yield
     finally:
         torch.autograd.Function.apply = before  # type: ignore[method-assign]
+        for names, name, bound in named:
+            names[name] = bound
+
+
+def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return cls.apply(*args, **kwargs)
+
+
+#: Number of modules that :func:`_named_applies` has searched, and what it found in them.
+_SEARCHED: list[Any] = [0, []]
+
+
+def _named_applies() -> list[tuple[dict[str, Any], str, Any]]:
+    """Return the global names of autograd functions' ``apply``, each with its module's names and the bound method."""
+    if _SEARCHED[0] != len(sys.modules):
+        _SEARCHED[:] = (
+            len(sys.modules),
+            [
+                (names, name, value)
+                for names in [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+                for name, value in list(names.items())
+                if type(value) in (types.MethodType, types.BuiltinMethodType)
+                and value.__name__ == "apply"
+                and isinstance(value.__self__, type)
+                and issubclass(value.__self__, torch.autograd.Function)
+                and not value.__self__.__module__.startswith("torch.")
+            ],
+        )
+    return [place for place in _SEARCHED[1] if place[0].get(place[1]) is place[2]]
 
 
 @contextlib.contextmanager

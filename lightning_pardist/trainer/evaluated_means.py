@@ -26,8 +26,8 @@ from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 _UNREAD = 256
 
 
-#: Value, number of items, whether that is a size, number added to it, and divisor, as in :class:`MeanPart`.
-_Part = tuple[float, float | None, bool, float, float | None]
+#: Value, number of items, whether that is a size, number added to it, divisor and name, as in :class:`MeanPart`.
+_Part = tuple[float, float | None, bool, float, float | None, str]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Batches:
     def add(self, batch: int, before: Any, after: Any, parts: Iterable[MeanPart]) -> None:
         if batch in self.read or any(batch == other for other, *_ in self.unread):
             self.is_usable = False
-        self.unread.append((batch, before, after, [each for part in parts for each in part[:5]]))
+        self.unread.append((batch, before, after, [each for part in parts for each in part[:6]]))
         if len(self.unread) >= _UNREAD:
             self.read_all()
 
@@ -82,9 +82,20 @@ class _Batches:
         )
         for batch, entry in entries:
             before, after, *parts = (next(floats) if isinstance(each, Tensor) else each for each in entry)
-            fields = (parts[place::5] for place in range(5))
-            self.read[batch] = BatchMean(after - before, tuple(zip(*fields, strict=True)))
+            found = list(zip(*(parts[place::6] for place in range(6)), strict=True))
+            self.read[batch] = BatchMean(after - before, tuple(_of_samples(found, after - before)))
         self.unread.clear()
+
+
+def _of_samples(parts: list[_Part], samples: float) -> list[_Part]:
+    """Return parts of which those that are the losses of single samples have no count, as their mean has none.
+
+    These are as many means by one function as there are samples, or several times as many.
+    """
+    names = Counter(name for *_, name in parts)
+    # Two means of a batch of two samples are more likely two losses.
+    single = {name for name, number in names.items() if name and samples > 2 and number % samples == 0}
+    return [(part[0], None, False, 0.0, None, "") if part[-1] in single else part for part in parts]
 
 
 class EvaluatedMeans:
@@ -195,7 +206,7 @@ def mean_of_ranks(ranks: list[dict[int, BatchMean]]) -> float:
         parts = (
             zip(*(mean.parts for mean in means), strict=True)
             if alike
-            else [[(mean.value, None, False, 0.0, None) for mean in means]]
+            else [[(mean.value, None, False, 0.0, None, "") for mean in means]]
         )
         total += sum(samples) * sum(_mean_of_parts(list(part), samples) for part in parts)
         weight += sum(samples)
@@ -208,16 +219,16 @@ def _mean_of_parts(parts: Sequence[_Part], samples: Sequence[float]) -> float:
     A size that all ranks share although they have different numbers of samples counts something else, such as classes.
     """
     counts = [count for _, count, *_ in parts]
-    is_shared = len(set(counts)) == 1 and all(is_size for _, _, is_size, *_ in parts)
+    is_shared = len(set(counts)) == 1 and all(part[2] for part in parts)
     is_counted = None not in counts and not is_shared
     weights = [count or 0.0 for count in counts] if is_counted else samples
     divisors = [
         divisor if is_counted and divisor is not None else weight
-        for (*_, divisor), weight in zip(parts, weights, strict=True)
+        for (*_, divisor, _), weight in zip(parts, weights, strict=True)
     ]
     # A mean over nothing is NaN and counts for nothing.
     total = sum(divisor * value for divisor, (value, *_) in zip(divisors, parts, strict=True) if divisor)
-    added = max((added for *_, added, _ in parts), key=abs) if is_counted else 0.0
+    added = max((part[3] for part in parts), key=abs) if is_counted else 0.0
     divisor = sum(weights) + added
     for own, weight in zip(divisors, weights, strict=True):
         # What clamps the divisor of a rank clamps that of all; a difference by rounding is none by a clamp.

@@ -176,6 +176,9 @@ class Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grad
 
 
+square = Square.apply
+
+
 class Recomputed(torch.autograd.Function):
     """Custom function that calls a layer, and calls it again in backward."""
 
@@ -227,7 +230,7 @@ class Odd(nn.Module):
         assert h.shape == (4, 16)
         assert h.cumsum(-1).argmax(-1).shape == (4,)
         penalty = (self.up.weight**2).sum() + self.up.weight.t()[:, 2:].abs().max()
-        return self.down(h).pow(2).mean() + Square.apply(h).mean() + h[:, 4:].mean() + 1e-2 * penalty
+        return self.down(h).pow(2).mean() + square(h).mean() + h[:, 4:].mean() + 1e-2 * penalty
 
 
 def odd():
@@ -424,6 +427,36 @@ def evaluate():
 def test_evaluation():
     for expected, found in run_ranks(2, evaluate):
         assert found == pytest.approx([expected] * 2, rel=1e-5)
+
+
+class LearnedQueries(nn.Module):
+    """Attention whose queries are computed from parameters alone, as in the decoder of DETR."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.queries = nn.Embedding(6, 16)
+
+    def loss(self, batch):
+        places = self.queries.weight.unsqueeze(0).repeat(len(batch), 1, 1)
+        heads = (layer(places).view(len(batch), 6, -1, 8).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        found = nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+        return (self.out(found.reshape(len(batch), 6, -1)) - batch[:, None]).pow(2).mean()
+
+
+def evaluate_queries():
+    torch.manual_seed(0)
+    model = LearnedQueries()
+    model.batch = lambda seed: torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
+    expected = model.loss(model.batch(0)).item()
+    _, runtime = split(model, 2)
+    with torch.no_grad(), runtime.step():
+        return expected, model.loss(model.batch(0)).item()
+
+
+def test_results_of_parameters_alone_in_evaluation():
+    for expected, found in run_ranks(2, evaluate_queries):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def products_of_weights():

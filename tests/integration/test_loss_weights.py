@@ -96,6 +96,26 @@ def sum_per_sample(logits, labels):
     return 0.1 * sum(F.cross_entropy(*sample) for sample in zip(logits, labels, strict=True))
 
 
+def _two_per_sample(logits, labels):
+    for row, label in zip(logits, labels, strict=True):
+        yield F.cross_entropy(row, label) + F.mse_loss(
+            row[label != -100], row.new_ones(int((label != -100).sum()), CLASSES)
+        )
+
+
+def two_per_sample(logits, labels):
+    return torch.stack(list(_two_per_sample(logits, labels))).mean()
+
+
+def sum_of_two_per_sample(logits, labels):
+    return 0.1 * sum(_two_per_sample(logits, labels))
+
+
+def same_twice_per_sample(logits, labels):
+    samples = list(zip(logits, labels, labels.flip(1), strict=True))
+    return sum(F.cross_entropy(row, one) + F.cross_entropy(row, other) for row, one, other in samples) / len(samples)
+
+
 def two_terms(logits, labels):
     return ignored(logits, labels) + 0.5 * logits.mean(1).pow(2).mean() + 0.1 * masked(logits, labels.roll(1, 1))
 
@@ -227,9 +247,11 @@ SEVERAL = [two_terms, written, mixed, of_positives, of_nothing, lifted, lifted_t
 PARTS = [counted_by_rows, counted_in_parts, by_signed_weights]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
 TOGETHER = [contrastive, in_pairs, contrastive_if_any_counts, mean_of_classes, mixed_up, normalized, *GATHERED]
-OF_NUMBERS = [over_a_constant, by_python_weights]
+OF_NUMBERS = [over_a_constant, by_python_weights, same_twice_per_sample]
+#: Losses of the samples, each over items of its own, of which a micro-batch of one sample is a mean over its items.
+OF_SAMPLES = [two_per_sample, sum_of_two_per_sample]
 TOGETHER += [by_rank, by_rank_from_the_second_step_on]
-LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *PARTS, *OF_NUMBERS, *TOGETHER)}
+LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *PARTS, *OF_SAMPLES, *OF_NUMBERS, *TOGETHER)}
 #: Not exact in micro-batches that a user asks for.
 COUPLED = {loss.__name__ for loss in (*TOGETHER, by_python_weights)}
 
@@ -309,7 +331,7 @@ def _run(strategy, *, world=2, sizes=EVEN, module=None, given=None, empty=0, **t
     (wanted,) = run_ranks(1, _fit, "single", 1, (SAMPLES,), *arguments)
     for found in run_ranks(world, _fit, strategy, world, sizes, *arguments):
         assert_close(found["weights"], wanted["weights"])
-        if LOSSES[(module or {}).get("loss", "ignored")] in (*SINGLE, *SEVERAL, *PARTS, *GATHERED):
+        if LOSSES[(module or {}).get("loss", "ignored")] in (*SINGLE, *SEVERAL, *PARTS, *OF_SAMPLES, *GATHERED):
             assert_close(found["logged"], wanted["logged"])
             assert_close(found["steps"], wanted["steps"])
 

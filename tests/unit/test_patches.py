@@ -20,6 +20,25 @@ class Double(torch.autograd.Function):
         return 2 * grad
 
 
+#: As libraries name their functions.
+double = Double.apply
+
+
+def test_custom_functions_under_a_global_name():
+    seen, own, x = [], double, torch.ones(2, requires_grad=True)
+
+    def call(cls, apply, args, kwargs):
+        seen.append(cls)
+        return apply(*args, **kwargs)
+
+    with patches.custom_functions(call), patches.custom_functions(call):
+        double(x).sum().backward()
+    assert seen == [Double, Double]
+    assert double is own
+    double(x).sum().backward()
+    assert (seen, x.grad.tolist()) == ([Double, Double], [4, 4])
+
+
 def test_custom_functions():
     own = torch.autograd.Function.__dict__["apply"]
     seen = []

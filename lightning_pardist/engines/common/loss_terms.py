@@ -15,6 +15,7 @@ other, the whole product is one term.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -374,17 +375,24 @@ class _Walk:
         """Weight by samples if the step adds up one loss per sample."""
         whole = [term for term in terms if term.element is None]
         groups = [[term for term in whole if term.kind in kinds] for kinds in (("mean",), ("mean", "sum"))]
-        means = groups[0]
-        # Next to another loss, the losses of the samples are those with the same operation.
-        groups += [[term for term in means if term.what == what] for what in dict.fromkeys(each.what for each in means)]
-        each = next((found for found in groups if len(found) == self.samples), [])
+        for each in groups:
+            if len(each) == self.samples and len({term.what for term in each if not term.is_zero}) <= 1:
+                return self._of_each_sample(terms, each)
+        # Next to another loss, the losses of the samples are those with the same operation, of which each sample may
+        # have several.
+        for what in dict.fromkeys(term.what for term in groups[0] if not term.is_zero):
+            each = [term for term in terms if term.kind == "mean" and term.element is None and term.what == what]
+            if self.samples and len(each) % self.samples == 0 and (self.samples > 1 or len(each) == 1):
+                terms = self._of_each_sample(terms, each)
+        return terms
+
+    def _of_each_sample(self, terms: list[Term], each: list[Term]) -> list[Term]:
+        """Return terms of which some are weighted by samples, if they are the losses of the samples."""
         rest = [term for term in terms if term not in each]
         some = [term for term in each if not term.is_zero]
-        if not each or len({term.what for term in some}) > 1:
-            return terms
         # Samples with a zero loss are included.
         what = f"{some[0].what if some else 'zero'} of each sample"
-        if all(map(self._is_mean_of_samples, each)) and self._are_separate_results(some):
+        if all(map(self._is_mean_of_samples, each)) and self._are_separate_results(some, len(each)):
             return [*(replace(term, kind="other", count=0.0, by_data=False, what=what) for term in each), *rest]
         if not some or not all(map(self._is_single_sample, some)):
             return terms
@@ -401,8 +409,13 @@ class _Walk:
         divisors = [each for each in divisors if not each.rounded or (self.samples or 0) > 2]
         return any(number_of(each.value) == self.samples for each in divisors)
 
-    def _are_separate_results(self, terms: Sequence[Term]) -> bool:
-        """Return whether terms stem from separate results, not from selections of one result of the whole batch."""
+    def _are_separate_results(self, terms: Sequence[Term], number: int) -> bool:
+        """Return whether terms stem from separate results, not from selections of one result of the whole batch.
+
+        Args:
+            terms: The terms.
+            number: Their number with those that are zero, a multiple of the samples.
+        """
         sources: list[Node] = []
         for term in terms:
             for node in (term.path[-1], *elements(term.path[-1])):
@@ -411,7 +424,7 @@ class _Walk:
                     return False
                 if kind_of(node) in PICKED and source is not None and kind_of(source) not in PICKS:
                     sources.append(source)
-        return len(set(sources)) == len(sources)
+        return all(count * (self.samples or 1) <= number for count in Counter(sources).values())
 
     def _is_single_sample(self, term: Term) -> bool:
         """Return whether the reduced tensor was selected from the batch a few operations before."""

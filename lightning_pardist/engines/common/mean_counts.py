@@ -40,6 +40,7 @@ class MeanPart(NamedTuple):
             each class.
         added: Number that is added to the items in the divisor, once for the whole batch.
         divisor: What the mean divides by; None if it is the number of items.
+        what: Name of the function that has computed the mean.
         is_sum: Whether the summand is a sum, possibly over items.
     """
 
@@ -48,6 +49,7 @@ class MeanPart(NamedTuple):
     is_size: bool = False
     added: float = 0.0
     divisor: Count | None = None
+    what: str = ""
     is_sum: bool = False
 
     @classmethod
@@ -154,7 +156,7 @@ class MeanCounts:
             call = _bound((_LABELLED | _ELEMENTWISE)[name], args, kwargs)
             if call["reduction"] == "sum":
                 self._sums[id(result)] = _Sum(result, None)
-            return _one(result, _label_count(call) if name in _LABELLED else _element_count(call))
+            return _one(result, _label_count(call) if name in _LABELLED else _element_count(call), what=name)
         if name == "stack":
             self._note_stack(args[0] if args else (), result)
         elif name == "write":
@@ -172,13 +174,14 @@ class MeanCounts:
             # Something else may have changed the tensor meanwhile.
             return found if _add_up_to(found, result) else None
         if name == "mean" and id(operand) in self._masks:
-            return _one(result, operand.numel())
+            return _one(result, operand.numel(), what=name)
         if (same := self._parts_at(operand)) is not None and name != "count_nonzero":
             return same
         if name != "mean":
             self._sums[id(result)] = _Sum(result, result)
             return None
-        return _one(result, operand.numel(), is_size=True) if isinstance(operand, Tensor) and operand.dim() else None
+        is_mean = isinstance(operand, Tensor) and operand.dim()
+        return _one(result, operand.numel(), is_size=True, what=name) if is_mean else None
 
     def _note_stack(self, tensors: Any, result: Tensor) -> None:
         if not isinstance(tensors, (list, tuple)):
@@ -216,7 +219,7 @@ class MeanCounts:
             elif (above := sums[0]) is not None and (below := sums[1]) is not None and abs(above.added) <= _EPSILON:
                 divisor = None if below.count is below.result else below.result.detach()
                 count = None if below.count is None else below.count.detach()
-                return _one(result, count, added=below.added, divisor=divisor)
+                return _one(result, count, added=below.added, divisor=divisor, what=name)
             return None
         first = first if before is None else before
         if name == "neg":
@@ -277,10 +280,8 @@ class MeanCounts:
             self._masks[id(after)] = after
 
 
-def _one(
-    mean: Tensor, count: Count | None, *, is_size: bool = False, added: float = 0.0, divisor: Tensor | None = None
-) -> tuple[MeanPart, ...] | None:
-    return None if count is None else (MeanPart(mean.detach().clone(), count, is_size, added, divisor),)
+def _one(mean: Tensor, count: Count | None, **fields: Any) -> tuple[MeanPart, ...] | None:
+    return None if count is None else (MeanPart(mean.detach().clone(), count, **fields),)
 
 
 def _add_up_to(parts: Iterable[MeanPart], value: Tensor) -> bool:

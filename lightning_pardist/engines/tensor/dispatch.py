@@ -120,6 +120,8 @@ class TensorRuntime:
         #: Whether the autograd node of a parameter's local shard records the parameter, see :func:`opened_parameter`.
         self._notes_parameters = False
         self._depth = 0
+        #: Whether no gradients were wanted where the outermost step began: it updates no parameters then.
+        self._evaluates = False
         self._in_hook = False
         self._called: tuple[nn.Module, ExitStack] | None = None
         self._handles: list[RemovableHandle] = []
@@ -142,6 +144,7 @@ class TensorRuntime:
         if self._depth:
             yield
             return
+        self._evaluates = not torch.is_grad_enabled()
         with ExitStack() as stack:
             if not self._in_hook:
                 stack.enter_context(implicit_replication())
@@ -305,7 +308,9 @@ class TensorRuntime:
             inplace or name in PARAMETER_METHODS or name.startswith(("set:", "delete:"))
         ):
             return self._on_parameters(func, args, kwargs)
-        if _only_states(leaves_of((args, kwargs))):
+        leaves = leaves_of((args, kwargs))
+        computes = self._depth and self._evaluates and any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+        if not computes and _only_states(leaves):
             return func(*args, **kwargs)
         if name == "repr" and isinstance(first, self.kind):
             return PartedTensor.__repr__(first)
