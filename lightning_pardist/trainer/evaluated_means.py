@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.patches import original_reductions
 from lightning_pardist.engines.common.mean_counts import MeanCounts, MeanPart
-from lightning_pardist.trainer.patch_stack import Patch, PatchStack
+from lightning_pardist.trainer.patch_stack import OwnMethod, Patch, PatchStack
 
 #: Batches of a value whose numbers stay on the device; reading them synchronises.
 _UNREAD = 256
@@ -116,7 +116,7 @@ class EvaluatedMeans:
     def attach(self) -> None:
         """Patch the module's ``log``. Not collective."""
         module = self._trainer.lightning_module
-        self._attached.attach(Patch(module, "log", self._noting(module.log)))
+        self._attached.attach(Patch(module, "log", OwnMethod(module, "log", self._noting(module.log))))
 
     def detach(self) -> None:
         """Restore the module. Not collective."""

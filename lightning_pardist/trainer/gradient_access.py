@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -16,7 +15,7 @@ from lightning_pardist.engines.common.gradient_norm import clip_grad_norm, clip_
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.trainer.grad_scaling import JobWideScaling
 from lightning_pardist.trainer.gradient_functions import JobWideGradients
-from lightning_pardist.trainer.patch_stack import Patch, PatchStack
+from lightning_pardist.trainer.patch_stack import OwnMethod, Patch, PatchStack
 
 
 class GradientAccess:
@@ -46,9 +45,11 @@ class GradientAccess:
         context = self.context
         # The plugin's methods see only the gradients in this rank's optimizer.
         plugin = context.precision
-        self._attached.attach(Patch(plugin, "clip_grad_by_norm", self._clip_by_norm))
-        self._attached.attach(Patch(plugin, "clip_grad_by_value", self._clip_by_value))
-        self._attached.attach(Patch(self.module, "zero_grad", self._zero_grad_after(self.module.zero_grad)))
+        # Functions, which copies of the plugin share, not bound methods, with which they would copy the engine.
+        self._attached.attach(Patch(plugin, "clip_grad_by_norm", lambda *args: self._clip_by_norm(*args)))
+        self._attached.attach(Patch(plugin, "clip_grad_by_value", lambda *args: self._clip_by_value(*args)))
+        zero_grad = self._zero_grad_after(self.module.zero_grad)
+        self._attached.attach(Patch(self.module, "zero_grad", OwnMethod(self.module, "zero_grad", zero_grad)))
         stages = context.dims.pipeline_parallel > 1
         self._attached.attach(JobWideGradients(self.module, self.engine, context.model_axes, stages=stages))
         scaler = getattr(plugin, "scaler", None)
@@ -78,8 +79,6 @@ class GradientAccess:
         clip_grad_value(self.engine, _params(optimizer), float(clip_val))
 
     def _zero_grad_after(self, own: Callable[..., None]) -> Callable[..., None]:
-        # Not a bound method: deep copies of the module (weight averaging) would copy the strategy with it.
-        @wraps(own)
         def zero_grad(*args: Any, **kwargs: Any) -> None:
             own(*args, **kwargs)
             self.engine.zero_grad()

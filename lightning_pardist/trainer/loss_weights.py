@@ -43,7 +43,7 @@ from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.fsdp.fsdp_units import original_class
 from lightning_pardist.engines.pipeline import find_loss
 from lightning_pardist.engines.pipeline.cut import BatchCut
-from lightning_pardist.trainer.patch_stack import Patch, PatchStack
+from lightning_pardist.trainer.patch_stack import OwnMethod, Patch, PatchStack
 from lightning_pardist.trainer.steady_counts import SteadyCounts
 
 
@@ -214,7 +214,7 @@ class LossWeights:
     def attach(self) -> None:
         """Patch the module's ``log`` to record logged values. Not collective."""
         module = self._trainer.lightning_module
-        self._attached.attach(Patch(module, "log", self._noting(module.log)))
+        self._attached.attach(Patch(module, "log", OwnMethod(module, "log", self._noting(module.log))))
 
     def detach(self) -> None:
         """Restore the module. Not collective."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import update_wrapper
 from typing import Any, Protocol
 
 
@@ -42,6 +45,39 @@ class Patch:
         """Restore the previous state of the attribute. Not collective."""
         self._attributes.pop(self._name, None)
         self._attributes.update(self._before)
+
+
+class OwnMethod:
+    """Replacement of a method of one object: copies of the object, and pickled ones, have their own method.
+
+    A function as instance attribute would be shared with copies, and act on the original.
+
+    Args:
+        of: The object.
+        name: Name of the method.
+        call: What is called in its place.
+    """
+
+    def __init__(self, of: object, name: str, call: Callable[..., Any]) -> None:
+        before = getattr(of, name)
+        # First, since it copies the attributes of another replacement.
+        update_wrapper(self, before)
+        self._of, self._name, self._call, self._before = of, name, call, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the replacement."""
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A bound method is copied with what it is bound to, here the copy that is being made.
+        return copy.deepcopy(self._before, memo)
+
+    def __reduce__(self) -> Any:
+        return _method_of, (self._of, self._name)
+
+
+def _method_of(of: object, name: str) -> Any:
+    return getattr(type(of), name).__get__(of)
 
 
 class PatchStack:
