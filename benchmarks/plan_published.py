@@ -137,10 +137,16 @@ _405B = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 
 _BLOCKS = {"activation_checkpointing": "auto"}
 
 
-def _three_axes(schedule: str, microbatches: int, data_parallel: str, chunks: int = 1) -> Candidate:
+def _three_axes(
+    schedule: str, microbatches: int, data_parallel: str, chunks: int = 1, *, sequence_parallel: bool = False
+) -> Candidate:
     pipeline: dict[str, Any] = {"schedule": schedule, "num_microbatches": microbatches}
     pipeline |= {"chunks_per_rank": chunks} if chunks > 1 else {}
-    settings = {"pipeline_parallel_size": 8, "tensor_parallel_size": 8, "data_parallel": data_parallel}
+    settings: dict[str, Any] = {
+        "pipeline_parallel_size": 8, "tensor_parallel_size": 8, "data_parallel": data_parallel,
+    }  # fmt: skip
+    if sequence_parallel:
+        settings["tensor_settings"] = {"sequence_parallel": True}
     return Candidate("pardist_3d", {**settings, "pipeline_settings": pipeline, **_BLOCKS})
 
 
@@ -167,11 +173,13 @@ CASES: dict[str, Case] = {
         _MEGATRON, "three chunks a stage; here one", long=True,
     ),
     "llama3-405b-1f1b": Case(
-        lambda: _Llama(**_405B), 128256, (32, 8192), _three_axes("1f1b", 8, "zero3"), _H100_96, (8, 64), 100,
+        lambda: _Llama(**_405B), 128256, (32, 8192),
+        _three_axes("1f1b", 8, "zero3", sequence_parallel=True), _H100_96, (8, 64), 100,
         "tokens/s", _TORCHTITAN, "float8, compiled, asynchronous tensor parallelism; here bf16", long=True,
     ),
     "llama3-405b-interleaved": Case(
-        lambda: _Llama(**_405B), 128256, (32, 8192), _three_axes("interleaved", 8, "zero3", 2), _H100_96, (8, 64), 128,
+        lambda: _Llama(**_405B), 128256, (32, 8192),
+        _three_axes("interleaved", 8, "zero3", 2, sequence_parallel=True), _H100_96, (8, 64), 128,
         "tokens/s", _TORCHTITAN, "float8, compiled, asynchronous tensor parallelism; here bf16", long=True,
     ),
 }  # fmt: skip
