@@ -132,6 +132,14 @@ class Anchors(Base):
         return super().training_step((batch[0] + self.anchors[0], batch[1]), batch_idx)
 
 
+class ConvertedAnchors(Anchors):
+    """As :class:`Anchors`, in another dtype than before."""
+
+    def __init__(self):
+        super().__init__()
+        self.anchors = [torch.ones(8, dtype=torch.float64)]
+
+
 class LowRank(nn.Module):
     def __init__(self, base):
         super().__init__()
@@ -242,6 +250,7 @@ KINDS = (
     HookForOneStep,
     FrozenStem,
     Anchors,
+    ConvertedAnchors,
     Adapters,
     FrozenTeacher,
     Siamese,

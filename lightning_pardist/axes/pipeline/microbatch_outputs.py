@@ -372,9 +372,13 @@ class StepOutputs:
         done = BatchOutputs(merged([result["result"] for result in results], "result"))
         for path in dict.fromkeys(path for record in records for path in record.assigned):
             known = [record.assigned[path] for record in records if path in record.assigned]
-            if len(known) < len(records) or all(_is_same(value, self._at(path)) for value in known):
+            before = self._at(path)
+            if len(known) < len(records) or all(_is_same(value, before) for value in known):
                 # A list assigned again with equal contents is not per-sample, even if it has one item, as a micro-batch
                 # of one sample would.
+                done.assigned[path] = known[-1]
+            elif not is_numeric(before) and _has_form_of(known[0], before) and _are_same(known):
+                # Nor one whose items all micro-batches have converted to another dtype.
                 done.assigned[path] = known[-1]
             elif not all(map(is_numeric, known)) and not _are_alike(known):
                 done.assigned[path] = merged(known, "assigned", path)
@@ -711,6 +715,16 @@ def _is_same(value: Any, before: Any) -> bool:
     """Return whether two nested values are equal."""
     (leaves, spec), (others, other_spec) = flatten(value), flatten(before)
     return spec == other_spec and all(map(_is_same_leaf, leaves, others))
+
+
+def _are_same(values: Sequence[Any]) -> bool:
+    return all(_is_same(value, values[0]) for value in values[1:])
+
+
+def _has_form_of(value: Any, before: Any) -> bool:
+    """Return whether a value is a container like the one before, with as many items."""
+    (leaves, spec), (others, other_spec) = flatten(value), flatten(before)
+    return spec == other_spec and len(leaves) == len(others) > 0 and isinstance(before, (list, tuple, dict))
 
 
 def _is_same_leaf(leaf: Any, other: Any) -> bool:
