@@ -18,6 +18,8 @@ from lightning_pardist.compat.tensors import in_transform
 _UNFLOORED, _ADDED = "_pardist_unfloored", "_pardist_added"
 #: An added number that is smaller than this part of the count is left in it: a sum in fp32 is no more accurate.
 _NEGLIGIBLE = 1e-6
+#: Likewise on a device, whatever the count: such a number only keeps the divisor from being zero.
+_EPSILON = 1e-5
 
 
 def noted_floors() -> AbstractContextManager[None]:
@@ -45,8 +47,9 @@ def _note_floor(before: Tensor, after: Tensor) -> None:
 def _note_sum(before: Tensor, after: Tensor, number: float) -> None:
     if in_transform() or before.is_complex():
         return
-    # On a device the comparison would have to wait for the tensor.
-    if before.device.type == "cpu" and abs(number) <= _NEGLIGIBLE * abs(float(before)):
+    # On a device a comparison with the count would have to wait for it.
+    least = _NEGLIGIBLE * abs(float(before)) if before.device.type == "cpu" else _EPSILON
+    if abs(number) <= least:
         _pass_on(before, after)
         return
     if hasattr(before, _UNFLOORED):
