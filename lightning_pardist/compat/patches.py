@@ -74,27 +74,34 @@ def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return cls.apply(*args, **kwargs)
 
 
+_Named = list[tuple[dict[str, Any], str, Any]]
 #: Number of modules that :func:`_named_applies` has searched, and what it found in them.
-_SEARCHED: list[Any] = [0, []]
+_SEARCHED: tuple[int, _Named] = (0, [])
 
 
-def _named_applies() -> list[tuple[dict[str, Any], str, Any]]:
+def _named_applies() -> _Named:
     """Return the global names of autograd functions' ``apply``, each with its module's names and the bound method."""
+    global _SEARCHED
+    # In a notebook, __main__ gets new names between runs.
+    main = sys.modules.get("__main__")
     if _SEARCHED[0] != len(sys.modules):
-        _SEARCHED[:] = (
-            len(sys.modules),
-            [
-                (names, name, value)
-                for names in [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
-                for name, value in list(names.items())
-                if type(value) in (types.MethodType, types.BuiltinMethodType)
-                and value.__name__ == "apply"
-                and isinstance(value.__self__, type)
-                and issubclass(value.__self__, torch.autograd.Function)
-                and not value.__self__.__module__.startswith("torch.")
-            ],
-        )
-    return [place for place in _SEARCHED[1] if place[0].get(place[1]) is place[2]]
+        others = [module for module in list(sys.modules.values()) if module is not main]
+        _SEARCHED = len(sys.modules), _applies_in(others)
+    known = [place for place in _SEARCHED[1] if place[0].get(place[1]) is place[2]]
+    return known + _applies_in([main])
+
+
+def _applies_in(modules: list[Any]) -> _Named:
+    return [
+        (names, name, value)
+        for names in [getattr(module, "__dict__", {}) for module in modules]
+        for name, value in list(names.items())
+        if type(value) in (types.MethodType, types.BuiltinMethodType)
+        and value.__name__ == "apply"
+        and isinstance(value.__self__, type)
+        and issubclass(value.__self__, torch.autograd.Function)
+        and not value.__self__.__module__.startswith("torch.")
+    ]
 
 
 @contextlib.contextmanager

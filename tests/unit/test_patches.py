@@ -1,6 +1,7 @@
 """Patches of torch and Lightning that last for a step or a run, and their removal."""
 
 import contextlib
+import sys
 
 import pytest
 import torch
@@ -35,6 +36,16 @@ def test_custom_functions_under_a_global_name():
         double(x).sum().backward()
     assert seen == [Double, Double]
     assert double is own
+    # A notebook names functions between runs, with no new module.
+    main = sys.modules["__main__"]
+    main.later = Double.apply
+    try:
+        with patches.custom_functions(call):
+            main.later(x)
+        assert seen.pop() is Double
+        assert seen == [Double, Double]
+    finally:
+        del main.later
     double(x).sum().backward()
     assert (seen, x.grad.tolist()) == ([Double, Double], [4, 4])
 

@@ -46,7 +46,7 @@ class LoggedWeight(NamedTuple):
 class NotedMeans:
     """Notes the means of which a step's values consist, in the first step and as long as a logged value needs it.
 
-    Noting takes up to 0.1 ms per step.
+    Noting takes up to 0.2 ms per step.
 
     Args:
         enabled: Whether means may be noted at all.
@@ -102,7 +102,7 @@ class NotedMeans:
         return self._found[id(parts)][1]
 
     def end(self) -> None:
-        """End a step that has logged values: the next one is noted if that may serve, or has served."""
+        """End a step: the next one is noted if that may serve, or has served."""
         self._notes = self._several or (self._counted if self._notes else self._unknown)
         if self._counts is not None:
             self._counts.follows_sums = self._several
