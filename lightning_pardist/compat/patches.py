@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,12 @@ NAMES = (
             since="2.14"),
     Private("torch.jit._builtins._get_builtin_table", "scripting a module while counts of losses are watched",
             "leave torch's functions alone, and replace methods of tensors only"),
+    Private("torch.autograd.function._SingleLevelFunction",
+            "custom autograd functions under tensor parallelism, however they are called",
+            "replace apply of torch.autograd.Function, and refuse references to it"),
+    Private("torch.autograd.function.FunctionMeta",
+            "custom autograd functions under tensor parallelism, however they are called",
+            "replace apply of torch.autograd.Function, and leave other references without a check"),
     Private("torch._VF", "time of recurrent layers in plans", "plan their operators as those of Python code"),
     Private("torch.utils.checkpoint._StopRecomputationError", "activation checkpointing by the user under pipelines",
             "the exception that ends a recomputation early"),
@@ -43,29 +49,74 @@ StopRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputationEr
 
 
 @contextlib.contextmanager
-def custom_functions(call: Callable[..., Any]) -> Iterator[None]:
+def custom_functions(call: Callable[..., Any], held: _Named | None = None) -> Iterator[None]:
     """Return a context in which calls of custom autograd functions go through ``call``.
 
-    Custom autograd functions are not torch functions: neither modes nor tensor subclasses see them. Their ``apply`` is
-    also found under global names (``scan = Scan.apply``), which refer to the original.
+    Custom autograd functions are not torch functions: neither modes nor tensor subclasses see them. Their calls are
+    found whatever refers to their ``apply`` (``scan = Scan.apply``). Since torch 2.15 that is a function in C, which is
+    replaced under global names and in ``held``. A call by another reference raises a ``RuntimeError`` if gradients are
+    wanted and ``call`` passes on other arguments than it got.
 
     Args:
         call: ``(autograd function class, its original apply, args, kwargs) -> result``.
+        held: Result of :func:`held_functions`.
     """
-    before = torch.autograd.Function.__dict__["apply"]
+    with _through_base(call) if _APPLY_IS_PYTHON else _through_names(call, held or []):
+        yield
+
+
+_Named = list[tuple[dict[str, Any], str, Any]]
+#: Whether ``apply`` looks up the ``apply`` of the base of ``Function`` when it is called, whatever refers to it.
+_APPLY_IS_PYTHON = isinstance(torch.autograd.Function.__dict__["apply"], classmethod)
+
+
+def held_functions(modules: Iterable[Any]) -> _Named:
+    """Return the attributes of these modules that are ``apply`` of an autograd function."""
+    return [] if _APPLY_IS_PYTHON else _applies_in(modules)
+
+
+def apply_directly(cls: Any, *args: Any) -> Any:
+    """Apply an autograd function of this package, past :func:`custom_functions`."""
+    return super(torch.autograd.function._SingleLevelFunction, cls).apply(*args)
+
+
+@contextlib.contextmanager
+def _through_base(call: Callable[..., Any]) -> Iterator[None]:
+    base: Any = torch.autograd.function._SingleLevelFunction
+    before = base.__dict__.get("apply")
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # A class method in Python up to torch 2.14, in C since 2.15.
-        return call(cls, before.__get__(None, cls), args, kwargs)
+        original = super(base, cls).apply if before is None else before.__get__(None, cls)
+        # Transforms of functions make classes of this base of their own.
+        return call(cls, original, args, kwargs) if issubclass(cls, torch.autograd.Function) else original(*args)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    named = _named_applies()
-    for names, name, bound in named:
-        names[name] = functools.partial(_applied, bound.__self__)
+    base.apply = classmethod(apply)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = before  # type: ignore[method-assign]
+        if before is None:
+            del base.apply
+        else:
+            base.apply = before
+
+
+@contextlib.contextmanager
+def _through_names(call: Callable[..., Any], held: _Named) -> Iterator[None]:
+    function: Any = torch.autograd.Function
+    before = function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(cls, functools.partial(_known_to_run, cls, before.__get__(None, cls)), args, kwargs)
+
+    function.apply = classmethod(apply)
+    named = [place for place in _named_applies() + held if place[0].get(place[1]) is place[2]]
+    for names, name, bound in named:
+        names[name] = functools.partial(_applied, bound.__self__)
+    try:
+        with _unknown_calls(call):
+            yield
+    finally:
+        function.apply = before
         for names, name, bound in named:
             names[name] = bound
 
@@ -74,7 +125,68 @@ def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return cls.apply(*args, **kwargs)
 
 
-_Named = list[tuple[dict[str, Any], str, Any]]
+#: Modules whose functions get no split tensors by other ways than their own.
+_OWN = ("torch.", "lightning_pardist.")
+#: Autograd functions whose calls that run now have been intercepted.
+_known: list[Any] = []
+
+
+def _known_to_run(cls: Any, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _known.append(cls)
+    try:
+        return apply(*args, **kwargs)
+    finally:
+        _known.remove(cls)
+
+
+@contextlib.contextmanager
+def _unknown_calls(call: Callable[..., Any]) -> Iterator[None]:
+    """Return a context in which ``forward`` goes through ``call`` if its function's call has not been intercepted.
+
+    ``apply`` looks up ``_backward_cls``, makes the node, disables gradients, and then looks up ``forward``.
+    """
+    meta: Any = torch.autograd.function.FunctionMeta
+    before = meta.__dict__.get("__getattribute__")
+    look_up = before or type.__getattribute__
+    begun: list[Any] = []
+
+    def found(cls: Any, name: str) -> Any:
+        value = look_up(cls, name)
+        if look_up(cls, "__module__").startswith(_OWN):
+            return value
+        if name == "_backward_cls" and cls not in _known and torch.is_grad_enabled():
+            begun[:] = [cls]
+        elif name == "forward" and begun == [cls] and not torch.is_grad_enabled():
+            begun.clear()
+            return functools.partial(_forward, cls, value, call)
+        return value
+
+    meta.__getattribute__ = found
+    try:
+        yield
+    finally:
+        if before is None:
+            del meta.__getattribute__
+        else:
+            meta.__getattribute__ = before
+
+
+def _forward(cls: Any, forward: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    node = args[:1] if isinstance(args[0], torch.autograd.function.BackwardCFunction) else ()
+    given = args[len(node) :]
+
+    def apply(*now: Any, **kwargs: Any) -> Any:
+        if len(now) != len(given) or any(one is not other for one, other in zip(now, given, strict=True)):
+            raise RuntimeError(
+                f"{cls.__qualname__}.apply was called by a reference that is neither a global name nor an attribute of"
+                " a module. Its inputs are split, and would get no gradients. Call it as"
+                f" {cls.__qualname__}.apply(...)."
+            )
+        return forward(*node, *now, **kwargs)
+
+    return call(cls, apply, given, kwargs)
+
+
 #: Number of modules that :func:`_named_applies` has searched, and what it found in them.
 _SEARCHED: tuple[int, _Named] = (0, [])
 
@@ -87,14 +199,13 @@ def _named_applies() -> _Named:
     if _SEARCHED[0] != len(sys.modules):
         others = [module for module in list(sys.modules.values()) if module is not main]
         _SEARCHED = len(sys.modules), _applies_in(others)
-    known = [place for place in _SEARCHED[1] if place[0].get(place[1]) is place[2]]
-    return known + _applies_in([main])
+    return _SEARCHED[1] + _applies_in([main])
 
 
-def _applies_in(modules: list[Any]) -> _Named:
+def _applies_in(holders: Iterable[Any]) -> _Named:
     return [
         (names, name, value)
-        for names in [getattr(module, "__dict__", {}) for module in modules]
+        for names in [getattr(holder, "__dict__", {}) for holder in holders]
         for name, value in list(names.items())
         if type(value) in (types.MethodType, types.BuiltinMethodType)
         and value.__name__ == "apply"

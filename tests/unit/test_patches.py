@@ -50,6 +50,42 @@ def test_custom_functions_under_a_global_name():
     assert (seen, x.grad.tolist()) == ([Double, Double], [4, 4])
 
 
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.double = Double.apply
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_custom_functions_of_other_references(held):
+    module, x = Holder(), torch.ones(2, requires_grad=True)
+    double = module.double if held else Double.apply
+    seen = []
+
+    def call(cls, apply, args, kwargs):
+        seen.append(cls)
+        return apply(*args, **kwargs)
+
+    def changed(cls, apply, args, kwargs):
+        return apply(args[0] + 1)
+
+    with patches.custom_functions(call, patches.held_functions([module])):
+        (module.double if held else double)(x).sum().backward()
+    assert (seen, x.grad.tolist()) == ([Double], [2, 2])
+    assert not held or module.double is double
+    with patches.custom_functions(changed, patches.held_functions([module])):
+        if held or torch.__version__ < "2.15":
+            assert (module.double if held else double)(x).tolist() == [4, 4]
+        else:
+            with pytest.raises(RuntimeError, match="Call it as Double"):
+                double(x)
+            with torch.no_grad():
+                assert double(x).tolist() == [2, 2]
+            assert Double.apply(x).tolist() == [4, 4]
+    double(x).sum().backward()
+    assert (seen, x.grad.tolist()) == ([Double], [4, 4])
+
+
 def test_custom_functions():
     own = torch.autograd.Function.__dict__["apply"]
     seen = []

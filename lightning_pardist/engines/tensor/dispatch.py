@@ -125,6 +125,8 @@ class TensorRuntime:
         self._in_hook = False
         self._called: tuple[nn.Module, ExitStack] | None = None
         self._handles: list[RemovableHandle] = []
+        #: Attributes of modules that are the ``apply`` of an autograd function.
+        self._held: Any = []
 
     def nest(self) -> None:
         """Allow local shards to be sharded again, along the sequence over context ranks. Call before the first step."""
@@ -250,6 +252,7 @@ class TensorRuntime:
 
         User hooks and callbacks call modules outside of steps. Undone by :meth:`unwrap_calls`.
         """
+        self._held += patches.held_functions(module.modules())
         for child in module.modules():
             if next(child.parameters(), None) is None:
                 continue
@@ -261,6 +264,7 @@ class TensorRuntime:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._held = []
 
     def _enter_by_call(self, module: nn.Module, args: Any) -> None:
         if not self._depth:
@@ -784,7 +788,7 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> AbstractCon
             args = runtime.whole(opened)
         return runtime.custom_function(apply, args, kwargs)
 
-    return patches.custom_functions(call)
+    return patches.custom_functions(call, runtime._held)
 
 
 def _on_locals(apply: Callable[..., Any], args: tuple[Any, ...], runtime: TensorRuntime) -> Any:

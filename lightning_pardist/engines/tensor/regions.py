@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pardist.collectives import all_gather_flat, as_bytes, table_device
 from lightning_pardist.compat.fake_group import backend_on
+from lightning_pardist.compat.patches import apply_directly
 from lightning_pardist.compat.tensors import gradient_hooks_of, is_unshared, is_view, version_of
 from lightning_pardist.engines.tensor.layout import Layout
 
@@ -344,7 +345,7 @@ class PlainFunction(torch.autograd.Function):
     @classmethod
     def run(cls, *args: Any) -> Any:
         """Like ``apply``, for plain tensors only."""
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+        return apply_directly(cls, *args)
 
 
 class _Copy(PlainFunction):
