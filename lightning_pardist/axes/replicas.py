@@ -233,7 +233,8 @@ class ReplicaAxis(ParallelAxis):
         known = [(part, loss) for part, loss in zip(parts, losses, strict=True) if loss is not None]
         if not known:
             return None, [float(part.size) for part in parts]
-        seeds = LossSeeds(self._loss_weight, lambda: None, self.context.device)
+        by_sample = self._loss.by_sample
+        seeds = LossSeeds(self._loss_weight, lambda: None, self.context.device, by_sample=by_sample)
         seeds.begin([part for part, _ in known])
         for index, (_, loss) in enumerate(known):
             seeds.add(index, loss)
@@ -249,11 +250,16 @@ class ReplicaAxis(ParallelAxis):
     def _weigh_logged(self, part: MicroBatch, result: Any, logged: list[dict[str, Any]]) -> None:
         """Store the weights of logged values relative to other replicas, if their autograd graphs determine them."""
         loss = find_loss(result)
-        terms = [] if loss is None or not logged else terms_of(loss, part.value, part.size, self._loss_weight)
+        setting, by_sample = self._loss_weight, self._loss.by_sample
+        terms = []
+        if loss is not None and logged:
+            terms = terms_of(loss, part.value, part.size, setting, by_sample=by_sample)
         values, noted = [arguments["value"] for arguments in logged], NotedMeans(enabled=False)
         for arguments in logged:
             with suppress(LookupError):
-                arguments[WEIGHT] = weight_of_logged(arguments["value"], values, loss, terms, part.size, noted)
+                arguments[WEIGHT] = weight_of_logged(
+                    arguments["value"], values, loss, terms, part.size, noted, by_sample=by_sample
+                )
 
     # --- description and teardown -------------------------------------------------------------------------------
 

@@ -38,6 +38,48 @@ def load_balancing(outputs, scores, y):
     return F.mse_loss(outputs, y) + 0.1 * EXPERTS * (chosen * probabilities.mean(0)[None]).sum()
 
 
+def lovasz(outputs, scores, y):
+    """Sorts the errors of all pixels of a batch: at first 2e-5 off the mean over its samples."""
+    pixels = (outputs @ torch.randn(2, 3 * 1024, generator=torch.Generator().manual_seed(0)).double()).reshape(-1, 3)
+    labels = torch.randint(0, 3, (len(outputs) * 1024,), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for kind in range(3):
+        target = (labels == kind).double()
+        errors, order = torch.sort((target - (pixels / 100).softmax(1)[:, kind]).abs(), descending=True)
+        target = target[order]
+        scale = 1 - (target.sum() - target.cumsum(0)) / (target.sum() + (1 - target).cumsum(0))
+        scale[1:] = scale[1:] - scale[:-1].clone()
+        losses.append(torch.dot(errors, scale))
+    return sum(losses) / len(losses)
+
+
+def selected(outputs, y):
+    """Chosen elements of each sample, 1 or 2 of them."""
+    pairs = [(one, two, 1 + int(two[0] > 0)) for one, two in zip(outputs, y, strict=True)]
+    return [one[:number] for one, _, number in pairs], [two[:number] for _, two, number in pairs]
+
+
+def selections(outputs, scores, y):
+    found, wanted = map(torch.cat, selected(outputs, y))
+    return F.mse_loss(found, wanted) + F.l1_loss(found, wanted)
+
+
+def by_number_of_boxes(outputs, scores, y):
+    """Loss of SSD: sums of the samples, divided by what all of them have."""
+    pairs = list(zip(*selected(outputs, y), strict=True))
+    boxes = torch.stack([F.smooth_l1_loss(one, two, reduction="sum") for one, two in pairs])
+    return (boxes.sum() + scores.square()[:, 0].sum()) / max(1, sum(len(one) for one, _ in pairs))
+
+
+def of_each_image(outputs, scores, y):
+    """Loss of RetinaNet: each sample's sum is divided by its own number."""
+    losses = [
+        (F.l1_loss(one, two, reduction="sum") + score.square().sum()) / max(1, len(one))
+        for one, two, score in zip(*selected(outputs, y), scores, strict=True)
+    ]
+    return sum(losses) / len(losses)
+
+
 class Module(Base):
     def __init__(self, loss):
         super().__init__()
@@ -61,9 +103,9 @@ class Module(Base):
         return DataLoader(TensorDataset(x, y * torch.linspace(0.2, 3, STEPS * BATCH)[:, None]), batch_size=BATCH)
 
 
-def _train(loss, strategy, devices):
+def _train(loss, strategy, devices, kind=Module):
     torch.manual_seed(5)
-    module = Module(loss)
+    module = kind(loss)
     quiet_trainer(strategy=strategy, devices=devices, precision="64-true").fit(module)
     return snapshot(module), float(module.error.compute())
 
@@ -72,6 +114,27 @@ def _train(loss, strategy, devices):
 def test_trains_like_one_process(loss):
     want, error = _train(loss, "auto", 1)
     for weights, found in run_ranks(2, _train, loss, "pardist_pp", 2):
+        assert_close(weights, want, 1e-9)
+        assert found == pytest.approx(error)
+
+
+class Detector(Module):
+    """Returns predictions instead of a loss in evaluation mode."""
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.body(batch[0])
+        losses = {"loss": self.loss(self.head(hidden), self.router(hidden), batch[1])} if self.training else [hidden]
+        self.error(hidden[:, :2].contiguous(), batch[1])
+        loss = sum(losses.values())
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("loss", [lovasz, selections, by_number_of_boxes, of_each_image])
+@pytest.mark.parametrize("kind", [Module, Detector])
+def test_samples_in_micro_batches_of_their_own(loss, kind):
+    want, error = _train(loss, "auto", 1, kind)
+    for weights, found in run_ranks(2, _train, loss, "pardist_pp", 2, kind):
         assert_close(weights, want, 1e-9)
         assert found == pytest.approx(error)
 

@@ -400,6 +400,7 @@ class PipelineAxis(ParallelAxis):
             chunks_per_rank=settings.chunks_per_rank,
             loss_of=loss_of,
             loss_weight=rules.loss_weight or self.context.loss_weight,
+            by_sample=recorded.loss.by_sample,
             forwards_first=recorded.loss.several_counts and rules.loss_weight is None,
             data_group=lambda: self.context.loss_group,
             batch_rank=self.context.dims.batch_rank(dist.get_rank()),
@@ -489,12 +490,14 @@ class PipelineAxis(ParallelAxis):
         if not logged:
             return
         loss = find_loss(result)
-        setting = self._training_rules.loss_weight or self.context.loss_weight
-        terms = [] if loss is None else terms_of(loss, microbatch, samples, setting)
+        setting, by_sample = self._training_rules.loss_weight or self.context.loss_weight, self._loss.by_sample
+        terms = [] if loss is None else terms_of(loss, microbatch, samples, setting, by_sample=by_sample)
         values = [arguments["value"] for arguments in logged]
         for arguments in logged:
             with suppress(LookupError):
-                arguments[WEIGHT] = weight_of_logged(arguments["value"], values, loss, terms, samples, self._noted)
+                arguments[WEIGHT] = weight_of_logged(
+                    arguments["value"], values, loss, terms, samples, self._noted, by_sample=by_sample
+                )
 
     def _step_context(self) -> AbstractContextManager[None]:
         return nullcontext() if self._out_of_schedule is None else self._out_of_schedule.suspended()

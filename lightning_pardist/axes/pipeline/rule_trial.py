@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
@@ -72,8 +72,10 @@ class RuleTrial:
         self.loss = loss
         self._runs, self._sample, self._loss_weight = runs, sample, loss_weight
         self._module, self._cut = runs.module, microbatching.cut
-        self._rng_afterwards = random_state(device_in_use())
+        self._rng_before = self._rng_afterwards = random_state(device_in_use())
         self._failure = ""
+        #: Whether the trial runs in training mode, since the step fails in evaluation mode.
+        self._trains = False
         #: Values of the batch in the trial in evaluation mode.
         self._evaluated_numbers: dict[Place, Any] = {}
 
@@ -173,16 +175,32 @@ class RuleTrial:
 
     def _find_rules(self) -> Rules:
         """Run the step on the whole sample batch and on its micro-batches, and find the rules that combine values."""
-        parts = self.parts
-        if len(parts) < 2:
+        if len(self.parts) < 2:
             return Rules()
-        values, sizes = [part.value for part in parts], [part.size for part in parts]
-        rng = random_state(device_in_use())
         tried = self._trial_results()
         if tried is None:
             return Rules(untried=self._failure)
-        whole, run, is_exact = tried
-        is_random = not is_same_state(rng, self._rng_afterwards)
+        rules = self._rules_of(*tried)
+        # Layers such as batch norms mix samples in training mode.
+        is_known = not self._trains or (rules.is_explained and not rules.unexplained) or self._find_mixing()[1] is None
+        return rules if is_known else Rules(untried=self._failure)
+
+    def _is_random(self, run: _Evaluate) -> bool:
+        """Return whether values of the step depend on random numbers that it draws."""
+        if is_same_state(self._rng_before, self._rng_afterwards):
+            return False
+        size = sum(part.size for part in self.parts)
+        # Each run of the two draws numbers of its own.
+        first, second = (self._numbers_of(record, size) for record in run([self._sample.batch] * 2))
+        return any(
+            place not in second or relative_error(number, second[place]) > _CLOSE for place, number in first.items()
+        )
+
+    def _rules_of(self, whole: dict[str, Any], run: _Evaluate, is_exact: bool) -> Rules:
+        values, sizes = [part.value for part in self.parts], [part.size for part in self.parts]
+        is_random = self._is_random(run)
+        if self.loss.is_of_sample and sum(sizes) > 1:
+            self._check_of_sample(run)
         weights = self._weights(run)
         shares = Shares.of([1.0 if weight is None else float(weight) for weight in weights], sizes)
         records = run(values)
@@ -208,21 +226,28 @@ class RuleTrial:
         if is_random:
             # Random values cannot confirm the loss weighting; rely on the autograd graph.
             return Rules({**found, place: own}, None, not self.batch_coupling(), **told)
-        if relative_error(numbers[place], combined(own, columns[place], shares)) <= loose:
-            return Rules({**found, place: own}, None, self._gradients_add_up(own, shares, 10 * close), **told)
-        if shown not in ("mean", "samples", "sum"):
+        is_own = relative_error(numbers[place], combined(own, columns[place], shares)) <= loose
+        if not is_own and shown not in ("mean", "samples", "sum"):
             # A micro-batch of one sample does not show what couples samples.
             linear = self.loss.several_counts and not (self.loss.coupled or self.batch_coupling())
             return Rules({**found, place: own}, None, linear, **told)
+        way = own if is_own or shown is None else shown
+        # A small difference may be rounding, or a loss of sorted elements (Lovasz).
+        is_close = relative_error(numbers[place], combined(way, columns[place], shares)) <= close
+        adds_up = self._gradients_add_up(way, shares, tolerance=10 * close if is_close else loose, always=not is_close)
+        if is_own:
+            return Rules({**found, place: own}, None, adds_up, **told)
         # The analysis of the autograd graph was wrong: use the rule of the trial.
         known = self._loss_weight == "auto"
-        return Rules(found, ("sum" if shown == "sum" else "samples") if known else None, known, **told)
+        weight: Literal["sum", "samples"] = "sum" if shown == "sum" else "samples"
+        return Rules(found, weight if known else None, known and adds_up, **told)
 
-    def _gradients_add_up(self, way: str, shares: Shares, tolerance: float) -> bool:
+    def _gradients_add_up(self, way: str, shares: Shares, *, tolerance: float, always: bool = False) -> bool:
         """Return whether the mean or sum of the micro-batches' gradients is that of the batch, as that of their losses.
 
         Losses may agree where gradients do not: by chance, or if a factor computed from the batch is detached
-        (``loss * (other / loss).detach()``). Gradients are computed only if something in the step couples samples.
+        (``loss * (other / loss).detach()``). Unless ``always``, gradients are computed only if something in the step
+        couples samples.
         """
         if self._loss_weight != "auto":
             return True
@@ -230,21 +255,22 @@ class RuleTrial:
         parameters = [each for each in self._module.parameters() if each.requires_grad]
         try:
             with self._runs.running(self._sample) as run, undisturbed(self._module), torch.enable_grad():
-                self._module.eval()
+                self._set_mode()
                 batch = fresh_copy(self._sample.batch)
                 with eagerly(), BatchFigures(batch, samples or 1) as figures:
                     loss = loss_of(run(batch))
                 if loss is None or loss.numel() != 1 or not loss.requires_grad:
                     return True
-                makeup = LossMakeup.of(loss, batch, samples, self._loss_weight)
-                if not makeup.coupled and figures.found is None and not figures.was_read:
+                makeup = LossMakeup.of(loss, batch, samples, self._loss_weight, by_sample=self.loss.by_sample)
+                if not (always or makeup.coupled or figures.found is not None or figures.was_read):
                     return True
                 if makeup.coupled.endswith(BALANCING):
                     return False
                 whole = _gradient(loss, parameters)
                 del loss
                 total = torch.zeros_like(whole)
-                weights = (1.0,) * len(self.parts) if way == "sum" else shares.loss
+                ones = (1.0,) * len(self.parts)
+                weights = {"sum": ones, "samples": shares.samples}.get(way, shares.loss)
                 for part, weight in zip(self.parts, weights, strict=True):
                     loss = loss_of(run(fresh_copy(part.value)))
                     if loss is not None and loss.requires_grad:
@@ -253,6 +279,26 @@ class RuleTrial:
             rank_zero_info(f"Whether gradients of micro-batches add up to a batch's is unknown; it is split ({error}).")
             return True
         return relative_error(whole, total) <= tolerance
+
+    def _check_of_sample(self, run: _Evaluate) -> None:
+        """Analyse the micro-batches' losses again if the batch's loss is not one of single samples."""
+        loss = loss_of(run([self._sample.batch], grad=True)[0])
+        if loss is None or loss.numel() != 1:
+            return
+        samples = self._cut.samples_of(self._sample.batch)
+        terms = terms_of(loss, self._sample.batch, samples, self._loss_weight)
+        del loss
+        if any(term.of_sample for term in terms):
+            return
+        part = min(self.parts, key=lambda part: part.size)
+        loss = loss_of(run([part.value], grad=True)[0])
+        if loss is None or loss.numel() != 1:
+            return
+        before, self.loss = self.loss, LossMakeup.of(loss, part.value, part.size, self._loss_weight, by_sample=False)
+        self._weights(run)
+        if self.loss.several_counts:
+            # Not all summands show the count of the batch: a step with micro-batches would scale some of them only.
+            self.loss = before
 
     def _weights(self, run: _Evaluate) -> list[Tensor | float | None]:
         """Return the weights of the micro-batches' losses, None for each if they are summed."""
@@ -266,7 +312,8 @@ class RuleTrial:
             # One at a time, since each loss holds an autograd graph.
             for part in self.parts:
                 loss = loss_of(run([part.value], grad=True)[0])
-                terms = [] if loss is None else terms_of(loss, part.value, part.size, self._loss_weight)
+                ways = {"by_sample": self.loss.by_sample}
+                terms = [] if loss is None else terms_of(loss, part.value, part.size, self._loss_weight, **ways)
                 weights.append(part_weight(terms, part.size))
                 yield terms, part.size
 
@@ -290,17 +337,27 @@ class RuleTrial:
     def _trial_results(self) -> tuple[dict[str, Any], _Evaluate, bool] | None:
         """Return the record of the step on the whole batch, a function to run others, and whether values are exact.
 
-        None if the step fails on the batch in evaluation mode, which is no reason to refuse it.
+        The step runs in evaluation mode, or in training mode if it fails there (a detector has losses in training mode
+        only) and draws no random numbers that matter. None if it fails in both, which is no reason to refuse it.
         """
-        precision = str(self._runs.trainer.precision)
+        self._rng_before = random_state(device_in_use())
+        for self._trains in (False, True):
+            failure, tried = self._results_in_mode()
+            self._failure = self._failure or failure
+            if tried is not None and not (self._trains and self._is_random(tried[1])):
+                return tried
+        return None
+
+    def _results_in_mode(self) -> tuple[str, tuple[dict[str, Any], _Evaluate, bool] | None]:
+        precision, failure = str(self._runs.trainer.precision), ""
         # If parameters are fp32, rules are distinguished best without autocast.
         for plain in (True, False) if precision.endswith("mixed") else (False,):
             run = partial(self._evaluated, plain)
             try:
-                return run([self._sample.batch])[0], run, plain or precision.startswith(("32", "64"))
+                return "", (run([self._sample.batch])[0], run, plain or precision.startswith(("32", "64")))
             except Exception as error:
-                self._failure = f"{type(error).__name__}: {error}"
-        return None
+                failure = f"{type(error).__name__}: {error}"
+        return failure, None
 
     def _evaluated(
         self,
@@ -312,12 +369,16 @@ class RuleTrial:
     ) -> list[dict[str, Any]]:
         running = self._runs.running(self._sample, plain=plain)
         with running as run, undisturbed(self._module), torch.set_grad_enabled(grad):
-            self._module.eval()
+            self._set_mode()
             for place, value in (preset or {}).items():
                 self._runs.effects.preset(place, value)
             records = [run(fresh_copy(batch)) for batch in batches]
             self._rng_afterwards = random_state(device_in_use())
             return records
+
+    def _set_mode(self) -> None:
+        if not self._trains:
+            self._module.eval()
 
     def _numbers_of(self, record: dict[str, Any], size: int) -> dict[Place, Any]:
         twice = self._numbers([record, record], Shares.of([1, 1], [size] * 2)).found

@@ -123,6 +123,7 @@ def weight_of_logged(
     ranks: int = 1,
     with_counts: bool = False,
     known: Mapping[Node, Sequence[Term]] | None = None,
+    by_sample: bool = True,
 ) -> LoggedWeight:
     """Return the weight of a logged value in the mean over ranks or micro-batches.
 
@@ -137,6 +138,7 @@ def weight_of_logged(
         ranks: Number of ranks that the batch is divided among.
         with_counts: Whether Python numbers that divide sums are counts.
         known: Terms by graph node of losses whose backward has run, which has freed their graphs.
+        by_sample: Whether a value may be the mean or sum of one value per sample, each with its own count.
 
     Raises:
         LookupError: If the weight cannot be determined.
@@ -146,7 +148,7 @@ def weight_of_logged(
         same = next((each for each in graphs if _is_same(value, each)), None)
         terms = [] if same is None else _known_terms(same.grad_fn, known or {})
         if same is not None and not terms:
-            terms = find_terms(same, samples=samples, gathers=gathers, ranks=ranks)
+            terms = find_terms(same, samples=samples, gathers=gathers, ranks=ranks, by_sample=by_sample)
             terms = as_counts(terms) if with_counts else terms
     size = float(samples or 1)
     parts = noted.summands_of(value, terms, size)

@@ -32,7 +32,14 @@ def check_loss_weight(value: LossWeight) -> LossWeight:
 
 
 def terms_of(
-    loss: Tensor, batch: Any, samples: int | None, setting: LossWeight, *, gathers: bool = False, ranks: int = 1
+    loss: Tensor,
+    batch: Any,
+    samples: int | None,
+    setting: LossWeight,
+    *,
+    gathers: bool = False,
+    ranks: int = 1,
+    by_sample: bool = True,
 ) -> list[Term]:
     """Return the terms of a loss, in the detail that a setting requires.
 
@@ -43,6 +50,7 @@ def terms_of(
         setting: How the loss is weighted.
         gathers: Whether a gather of samples in the step returns the samples of all parts of the batch.
         ranks: Number of ranks that the batch is divided among.
+        by_sample: Whether the loss may be the mean or sum of one loss per sample, each with its own count.
 
     Raises:
         ValueError: If the setting is ``"tokens"`` and the loss contains no mean.
@@ -50,7 +58,7 @@ def terms_of(
     if loss.grad_fn is None:
         return []
     if setting == "auto":
-        return find_terms(loss, samples=samples, gathers=gathers, ranks=ranks)
+        return find_terms(loss, samples=samples, gathers=gathers, ranks=ranks, by_sample=by_sample)
     whole = Term("mean", loss.grad_fn, float(samples or 1), (loss.grad_fn,), "the loss")
     if setting == "ranks":
         return [replace(whole, count=1.0)]

@@ -105,6 +105,7 @@ class Term:
             ``(-scale).exp() * mean + scale`` the second summand has its own edge, which the first does not use.
         cofactors: Edges, of the same form, to what multiplies or divides sums that contain the term.
         offset: Whether a number is added to the term inside a sum that has cofactors.
+        of_sample: Whether the term is the loss of one sample, so that its count is not the batch's.
     """
 
     kind: TermKind
@@ -125,6 +126,7 @@ class Term:
     surplus: Tensor | float = 0.0
     added: float = 0.0
     element: int | None = None
+    of_sample: bool = False
 
     @property
     def divisor(self) -> Tensor | float:
@@ -157,7 +159,9 @@ BALANCING = "as in load-balancing losses"
 _NOTHING = "nothing"
 
 
-def find_terms(loss: Tensor, *, samples: int | None = None, gathers: bool = False, ranks: int = 1) -> list[Term]:
+def find_terms(
+    loss: Tensor, *, samples: int | None = None, gathers: bool = False, ranks: int = 1, by_sample: bool = True
+) -> list[Term]:
     """Return the summands of a loss, in an order that depends only on the code of the step. Not collective.
 
     Args:
@@ -166,11 +170,13 @@ def find_terms(loss: Tensor, *, samples: int | None = None, gathers: bool = Fals
         gathers: Whether a gather returns the samples of all parts of the batch, so that results of gathered samples are
             those of the whole batch.
         ranks: Number of ranks that the batch is divided among.
+        by_sample: Whether the loss may be the mean or sum of one loss per sample, each with its own count. A batch of
+            one sample does not show it.
 
     Returns:
         One term for each reduction over the batch that the loss depends on.
     """
-    return [] if loss.grad_fn is None else _Walk(samples, gathers, ranks).terms(loss.grad_fn)
+    return [] if loss.grad_fn is None else _Walk(samples, gathers, ranks, by_sample).terms(loss.grad_fn)
 
 
 def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
@@ -349,8 +355,8 @@ class _Position:
 class _Walk:
     """One traversal of a loss' autograd graph."""
 
-    def __init__(self, samples: int | None, gathers: bool, ranks: int) -> None:
-        self.samples, self.ranks = samples, ranks
+    def __init__(self, samples: int | None, gathers: bool, ranks: int, by_sample: bool) -> None:
+        self.samples, self.ranks, self._by_sample = samples, ranks, by_sample
         dims = BatchDims(samples)
         self.batch_dim, self._is_of_held = dims.of, dims.is_of_held
         self._gathered = GatheredResults(dims) if gathers else None
@@ -369,7 +375,7 @@ class _Walk:
             else:
                 waiting.extend(reversed(step))
         terms = _merge_shared_counts(_merge_total_counts(list(found.values())))
-        return _without_zeros(self._of_samples(terms))
+        return _without_zeros(self._of_samples(terms) if self._by_sample else terms)
 
     def _of_samples(self, terms: list[Term]) -> list[Term]:
         """Weight by samples if the step adds up one loss per sample."""
@@ -393,11 +399,14 @@ class _Walk:
         # Samples with a zero loss are included.
         what = f"{some[0].what if some else 'zero'} of each sample"
         if all(map(self._is_mean_of_samples, each)) and self._are_separate_results(some, len(each)):
-            return [*(replace(term, kind="other", count=0.0, by_data=False, what=what) for term in each), *rest]
+            alike: dict[str, Any] = {"count": 0.0, "by_data": False, "what": what, "of_sample": True}
+            return [*(replace(term, kind="other", **alike) for term in each), *rest]
         if not some or not all(map(self._is_single_sample, some)):
             return terms
         found = [
-            replace(term, kind="sum", count=0.0, by_data=False, what=what, number=_constant_divisor(term))
+            replace(
+                term, kind="sum", count=0.0, by_data=False, what=what, number=_constant_divisor(term), of_sample=True
+            )
             for term in some
         ]
         return [*found, *(replace(term, kind="constant") for term in each if term.is_zero), *rest]

@@ -52,6 +52,8 @@ class LossMakeup:
         coupled: Description of an operation that couples samples, so that the loss is no sum over them; empty if none.
         is_partly_fixed: Whether a term was computed from tensors that the module holds, and from no sample. The last
             stage cannot detect this for values that it receives from other stages.
+        by_sample: Whether a micro-batch's loss may be a mean or sum of one loss per sample, each with its own count.
+        is_of_sample: Whether it was taken as the loss of the only sample of the micro-batch.
     """
 
     terms: tuple[str, ...] = ()
@@ -60,9 +62,13 @@ class LossMakeup:
     several_counts: bool = False
     coupled: str = ""
     is_partly_fixed: bool = False
+    by_sample: bool = True
+    is_of_sample: bool = False
 
     @classmethod
-    def of(cls, loss: Tensor, batch: Any, samples: int | None, setting: LossWeight) -> LossMakeup:
+    def of(
+        cls, loss: Tensor, batch: Any, samples: int | None, setting: LossWeight, *, by_sample: bool = True
+    ) -> LossMakeup:
         """Analyse a loss and its autograd graph.
 
         Args:
@@ -70,8 +76,9 @@ class LossMakeup:
             batch: The batch that it was computed from.
             samples: Number of samples in the batch.
             setting: The ``loss_weight`` setting.
+            by_sample: Whether the loss may be a mean or sum of one loss per sample.
         """
-        terms = terms_of(loss, batch, samples, setting)
+        terms = terms_of(loss, batch, samples, setting, by_sample=by_sample)
         varying = _varying(terms)
         words = tuple(dict.fromkeys(term.describe() for term in varying))
         is_sum = bool(varying) and all(term.kind == "sum" for term in varying)
@@ -80,7 +87,8 @@ class LossMakeup:
         by_data = any(term.by_data for term in terms)
         fixed = setting == "auto" and any(term.of_held for term in terms)
         several = common_ratios([(terms, samples or 1)]) is None or (by_data and len(varying) > 1)
-        return cls(words, is_sum, by_data, several, next(iter(coupled), ""), fixed)
+        lone = samples == 1 and any(term.of_sample for term in terms)
+        return cls(words, is_sum, by_data, several, next(iter(coupled), ""), fixed, by_sample, lone)
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,7 @@ class LossSeeds:
         device: Device for the messages.
         agree: Combines the counts of ranks that share a micro-batch and see a part of it each; None if no ranks share
             one.
+        by_sample: Whether a loss may be a mean or sum of one loss per sample, each with its own count.
     """
 
     def __init__(
@@ -135,8 +144,11 @@ class LossSeeds:
         group: Callable[[], dist.ProcessGroup | None],
         device: torch.device,
         agree: Callable[[Tensor], Tensor] | None = None,
+        *,
+        by_sample: bool = True,
     ) -> None:
         self.setting: LossWeight = setting
+        self._by_sample = by_sample
         self._agree = agree
         self._group_of = group
         self._device = device
@@ -176,7 +188,7 @@ class LossSeeds:
             loss: Its loss, if it has one.
         """
         part = self._parts[index]
-        terms = [] if loss is None else terms_of(loss, part.value, part.size, self.setting)
+        terms = [] if loss is None else terms_of(loss, part.value, part.size, self.setting, by_sample=self._by_sample)
         terms = agreed_terms(terms, self._agree, self._device)
         if self.setting == "ranks":
             terms = [replace(term, count=1.0 / len(self._parts)) for term in terms]

@@ -57,6 +57,7 @@ class PipelineOptions:
         chunks_per_rank: Stages per rank.
         loss_of: Returns the loss in the step's result.
         loss_weight: How the losses of micro-batches and of data-parallel ranks are weighted in the batch's loss.
+        by_sample: Whether a loss may be a mean or sum of one loss per sample, each with its own count.
         forwards_first: Whether to run all forwards of a training step before its backwards, whatever the schedule.
         data_group: Returns the process group of the next step's data-parallel ranks with the same stages, whose losses
             are combined; None if there are none.
@@ -81,6 +82,7 @@ class PipelineOptions:
     chunks_per_rank: int = 1
     loss_of: Callable[[Any], torch.Tensor | None] = find_loss
     loss_weight: LossWeight = "auto"
+    by_sample: bool = True
     forwards_first: bool = False
     data_group: Callable[[], dist.ProcessGroup | None] = lambda: None
     batch_rank: int = 0
@@ -187,7 +189,13 @@ class PipelineEngine:
         self._steady = SteadyBuffers(module, options.steady_buffers)
         self._running = self._train.replay
         self._evals: list[tuple[PipelinePlan, _Program]] = []
-        self._losses = LossSeeds(options.loss_weight, options.data_group, self.device, options.agree_on_counts)
+        self._losses = LossSeeds(
+            options.loss_weight,
+            options.data_group,
+            self.device,
+            options.agree_on_counts,
+            by_sample=options.by_sample,
+        )
         self._steps = 0
         self._sizes: tuple[int, ...] = ()
         self._seed = self._agree_on_seed()
