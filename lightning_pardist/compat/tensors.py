@@ -50,6 +50,21 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_changed(tensor: Tensor, before: Tensor) -> bool:
+    """Return whether a number on the host differs from what it was; on a device, comparing would have to wait for it.
+
+    Collectives write to tensors without incrementing their version counters.
+
+    Args:
+        tensor: A tensor of one element.
+        before: Copy of it.
+    """
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or in_transform():
+        return False
+    now, then = tensor.detach().item(), before.item()
+    return now != then and not (now != now and then != then)
+
+
 def base_of(view: Tensor) -> Tensor | None:
     """Return the tensor that a tensor is an autograd view of, or None."""
     return view._base

@@ -27,7 +27,9 @@ _UNREAD = 256
 
 
 #: Value, number of items, whether that is a size, number added to it, divisor and name, as in :class:`MeanPart`.
-_Part = tuple[float, float | None, bool, float, float | None, str]
+_Part = tuple[float, float | None, bool, float, float | None, tuple[str, int]]
+
+_UNNAMED = ("", 0)
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,16 @@ class _Batches:
 def _of_samples(parts: list[_Part], samples: float) -> list[_Part]:
     """Return parts of which those that are the losses of single samples have no count, as their mean has none.
 
-    These are as many means by one function as there are samples, or several times as many.
+    These are as many means by one function as there are samples, or several times as many, and not all of them average
+    over all samples.
     """
-    names = Counter(name for *_, name in parts)
+    rows: dict[str, list[int]] = {}
+    for *_, (name, size) in parts:
+        rows.setdefault(name, []).append(size)
     # Two means of a batch of two samples are more likely two losses.
-    single = {name for name, number in names.items() if name and samples > 2 and number % samples == 0}
-    return [(part[0], None, False, 0.0, None, "") if part[-1] in single else part for part in parts]
+    single = {name for name, sizes in rows.items() if name and samples > 2 and len(sizes) % samples == 0}
+    single -= {name for name in single if all(size and size % samples == 0 for size in rows[name])}
+    return [(part[0], None, False, 0.0, None, _UNNAMED) if part[-1][0] in single else part for part in parts]
 
 
 class EvaluatedMeans:
@@ -206,7 +212,7 @@ def mean_of_ranks(ranks: list[dict[int, BatchMean]]) -> float:
         parts = (
             zip(*(mean.parts for mean in means), strict=True)
             if alike
-            else [[(mean.value, None, False, 0.0, None, "") for mean in means]]
+            else [[(mean.value, None, False, 0.0, None, _UNNAMED) for mean in means]]
         )
         total += sum(samples) * sum(_mean_of_parts(list(part), samples) for part in parts)
         weight += sum(samples)

@@ -123,8 +123,13 @@ def is_count_of(node: Node, number: float | None) -> bool:
 def divisors_inside(node: Node) -> Iterator[Any]:
     """Yield divisors below a sum that divide all of its elements, equivalent to dividing the sum."""
     for child in elements(node, _LINEAR):
-        if kind_of(child) == "Div" and inputs_of(child)[1:] in ([], [None]):
-            yield saved(child, "other")
+        if kind_of(child) != "Div" or inputs_of(child)[1:] not in ([], [None]):
+            continue
+        other, sizes = saved(child, "other"), shape_of(child) or ()
+        # One number for each of one sample.
+        of_sample = isinstance(other, Tensor) and 0 < other.dim() == len(sizes) and sizes[0] == 1
+        if not of_sample:
+            yield other
 
 
 def number_of(value: Any) -> float | None:

@@ -8,18 +8,45 @@ the number that a single process adds once.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_pardist.compat import patches
-from lightning_pardist.compat.tensors import in_transform
+from lightning_pardist.compat.tensors import in_transform, is_changed
 
-_UNFLOORED, _ADDED = "_pardist_unfloored", "_pardist_added"
+_NOTES = "_pardist_count"
 #: An added number that is smaller than this part of the count is left in it: a sum in fp32 is no more accurate.
 _NEGLIGIBLE = 1e-6
 #: Likewise on a device, whatever the count: such a number only keeps the divisor from being zero.
 _EPSILON = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    """How a scalar differs from the count that it was computed from.
+
+    Attributes:
+        value: The scalar when it was noted: it may have been written to since, by an all-reduce for example.
+        before: The count before it was clamped; None if it was not.
+        added: Number that was added to it.
+    """
+
+    value: Tensor
+    before: Tensor | None
+    added: float
+
+    @classmethod
+    def of(cls, count: Tensor | float) -> _Notes | None:
+        """Return the notes of a scalar, None if there are none or it is known to have been written to."""
+        notes: _Notes | None = getattr(count, _NOTES, None)
+        return None if notes is None or is_changed(count, notes.value) else notes  # type: ignore[arg-type]
+
+    @staticmethod
+    def note(count: Tensor, before: Tensor | None, added: float) -> None:
+        """Attach notes to a scalar."""
+        setattr(count, _NOTES, _Notes(count.detach().clone(), before, added))
 
 
 def noted_floors() -> AbstractContextManager[None]:
@@ -29,19 +56,25 @@ def noted_floors() -> AbstractContextManager[None]:
 
 def unfloored(count: Tensor | float) -> Tensor | float:
     """Return a count before it was clamped from below; the count itself if it was not clamped. Not collective."""
-    before = getattr(count, _UNFLOORED, None)
-    return count if before is None else torch.minimum(before.to(count), count)  # type: ignore[arg-type]
+    notes = _Notes.of(count)
+    if notes is None or notes.before is None or not isinstance(count, Tensor):
+        return count
+    return torch.where(notes.value == count, torch.minimum(notes.before.to(count), count), count)
 
 
 def added_to(count: Tensor | float) -> float:
     """Return the number that was added to a count and is contained in it; 0 if there is none. Not collective."""
-    return float(getattr(count, _ADDED, 0.0))
+    notes = _Notes.of(count)
+    return 0.0 if notes is None else notes.added
 
 
 def _note_floor(before: Tensor, after: Tensor) -> None:
     if isinstance(after, Tensor) and not after.dim():
-        setattr(after, _UNFLOORED, getattr(before, _UNFLOORED, before).detach())
-        setattr(after, _ADDED, added_to(before))
+        notes = _Notes.of(before)
+        if notes is None:
+            _Notes.note(after, before.detach().clone(), 0.0)
+        else:
+            _Notes.note(after, before.detach().clone() if notes.before is None else notes.before, notes.added)
 
 
 def _note_sum(before: Tensor, after: Tensor, number: float) -> None:
@@ -52,12 +85,11 @@ def _note_sum(before: Tensor, after: Tensor, number: float) -> None:
     if abs(number) <= least:
         _pass_on(before, after)
         return
-    if hasattr(before, _UNFLOORED):
-        setattr(after, _UNFLOORED, getattr(before, _UNFLOORED) + number)
-    setattr(after, _ADDED, added_to(before) + number)
+    notes = _Notes.of(before)
+    smaller = None if notes is None or notes.before is None else notes.before + number
+    _Notes.note(after, smaller, number + (0.0 if notes is None else notes.added))
 
 
 def _pass_on(before: Tensor, after: Tensor) -> None:
-    for name in (_UNFLOORED, _ADDED):
-        if hasattr(before, name):
-            setattr(after, name, getattr(before, name))
+    if (notes := _Notes.of(before)) is not None and isinstance(after, Tensor):
+        _Notes.note(after, notes.before, notes.added)

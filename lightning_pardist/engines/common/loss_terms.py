@@ -398,7 +398,8 @@ class _Walk:
         some = [term for term in each if not term.is_zero]
         # Samples with a zero loss are included.
         what = f"{some[0].what if some else 'zero'} of each sample"
-        if all(map(self._is_mean_of_samples, each)) and self._are_separate_results(some, len(each)):
+        separate = all(map(self._is_mean_of_samples, each)) and self._are_separate_results(some, len(each))
+        if separate and not self._cover_the_batch(some):
             alike: dict[str, Any] = {"count": 0.0, "by_data": False, "what": what, "of_sample": True}
             return [*(replace(term, kind="other", **alike) for term in each), *rest]
         if not some or not all(map(self._is_single_sample, some)):
@@ -431,22 +432,64 @@ class _Walk:
                 mask, source = mask_of(node), next((child for child in inputs_of(node) if child is not None), None)
                 if mask is not None and mask.dim() > 1 and len(mask) == self.samples:
                     return False
+                of_all = source is not None and (shape_of(source) or ())[:1] == (self.samples,)
+                if of_all and kind_of(node) in PICKED and _masks_several_dims(node):
+                    return False
                 if kind_of(node) in PICKED and source is not None and kind_of(source) not in PICKS:
                     sources.append(source)
         return all(count * (self.samples or 1) <= number for count in Counter(sources).values())
 
+    def _cover_the_batch(self, terms: Sequence[Term]) -> bool:
+        """Return whether each mean is over all samples, as those of several heads, though there are as many as samples.
+
+        Means of single samples have no result in common, other than results that samples are picked from. Their sizes
+        differ, or are no multiple of the number of samples; two means of the same size are two losses.
+        """
+        if len(terms) < 2 or all(map(self._is_single_sample, terms)):
+            return False
+        sizes = set()
+        for term in terms:
+            child = next((child for child in inputs_of(term.path[-1]) if child is not None), None)
+            shape = (shape_of(child) or ()) if child is not None else ()
+            dim = self.batch_dim(child) if child is not None else REDUCED
+            sizes.add(shape[dim] if 0 <= dim < len(shape) else 0)
+        if len(sizes) == 1 and (size := sizes.pop()) and (size % (self.samples or 1) == 0 or self.samples == 2):
+            return True
+        results = [self._results_below(term.path[-1]) for term in terms]
+        return any(one & other for place, one in enumerate(results) for other in results[:place])
+
+    def _results_below(self, node: Node) -> set[Node]:
+        """Return results of the batch a few operations below a node, down to where parts of a result are taken."""
+        found: set[Node] = set()
+        waiting = [node]
+        while waiting and len(found) < _MOST_RESULTS:
+            for child in inputs_of(waiting.pop(0)):
+                if child is None or child in found or self.batch_dim(child) == CONSTANT:
+                    continue
+                if not _takes_part(child):
+                    found.add(child)
+                    waiting.append(child)
+        return found
+
     def _is_single_sample(self, term: Term) -> bool:
         """Return whether the reduced tensor was selected from the batch a few operations before."""
-        node: Node | None = term.path[-1]
+        if self.samples == 1 and not _is_added_up(term):
+            return False
+        node = term.path[-1]
         for _ in range(REACH):
-            inputs = [] if node is None else [child for child in inputs_of(node) if child is not None]
-            if not inputs:
+            inputs = [child for child in inputs_of(node) if child is not None]
+            if not inputs or (self.samples == 1 and kind_of(inputs[0]) == "Cat"):
+                # Parts of one sample, or of all of them: one sample does not show which.
                 return False
             node = inputs[0]
+            origin = inputs_of(node)[0] if kind_of(node) in PICKS else None
+            if origin is None:
+                continue
+            shape = shape_of(origin) or ()
+            dim = int(saved(node, "dim") or 0) % max(len(shape), 1)
             # With one sample, any dim of size 1 could be the batch dim.
-            if kind_of(node) in PICKS and not (self.samples == 1 and saved(node, "dim")):
-                origin = inputs_of(node)[0]
-                return origin is not None and (shape_of(origin) or ())[:1] == (self.samples,)
+            if shape[dim : dim + 1] == (self.samples,) and dim == (0 if self.samples == 1 else self.batch_dim(origin)):
+                return True
         return False
 
     def _classify(self, at: _Position) -> Term | Sequence[_Position | Term]:
@@ -613,7 +656,7 @@ def _merged(term: Term, one: Term, other: Term) -> Term:
 
 
 def _merge_total_counts(terms: list[Term]) -> list[Term]:
-    """Turn sums into means that share a divisor equal to the total number of their items."""
+    """Turn sums into means that share a divisor that is the number of all their items or the count of another."""
     groups: dict[Node, list[tuple[Term, Divisor]]] = {}
     for term in terms:
         for each in term.divisors:
@@ -621,10 +664,10 @@ def _merge_total_counts(terms: list[Term]) -> list[Term]:
                 groups.setdefault(each.at.node, []).append((term, each))
     for members in groups.values():
         sums = [term for term, each in members if term.kind == "sum" or (term.shared and term.shared is each.at)]
-        if len(sums) < 2 or len(sums) < len(members) or not all(term.items for term in sums):
-            continue
-        number = number_of(members[0][1].value)
-        if sum(term.items for term in sums) != number:
+        number = number_of(members[0][1].value) or 0.0
+        is_total = 1 < len(sums) == len(members) and all(term.items for term in sums)
+        is_total = is_total and sum(term.items for term in sums) == number
+        if not (is_total or any(term.shared and term.shared is each.at for term, each in members)):
             continue
         for term, each in members:
             if term.kind == "sum":
@@ -694,6 +737,30 @@ def _scalar_factor(node: Node, child: Node) -> float | None:
     return scalar(saved(node, "other" if inputs_of(node)[0] is child else "self"))
 
 
+def _takes_part(node: Node) -> bool:
+    """Return whether an operation may take the part of one sample from a result."""
+    kind, whole = kind_of(node), next((child for child in inputs_of(node) if child is not None), None)
+    if kind == "Slice" and whole is not None:
+        return (shape_of(node) or (0,))[0] != (shape_of(whole) or (0,))[0]
+    if kind in PICKED:
+        # Elements of several dims are chosen from all samples.
+        return not _masks_several_dims(node)
+    return kind in PICKS
+
+
+def _masks_several_dims(node: Node) -> bool:
+    """Return whether an operation selects elements of several dims, by a mask or by one index tensor for each."""
+    chosen = [each for each in (saved(node, "mask"), *(saved(node, "indices") or ())) if isinstance(each, Tensor)]
+    return sum(max(each.dim(), 1) if each.dtype == torch.bool else 1 for each in chosen) > 1
+
+
+def _is_added_up(term: Term) -> bool:
+    """Return whether a term is a summand that has its own count, as the losses of samples in a loop."""
+    return bool(term.edges) and (term.shared is None or term.shared.node in term.path)
+
+
+#: Maximum number of results of a term that are compared with those of others.
+_MOST_RESULTS = 100
 #: Maximum number of means in one tensor that are each weighted by their own count.
 _ONE_BY_ONE = 16
 _BY_SAMPLES = "a mean is multiplied by the number of samples"

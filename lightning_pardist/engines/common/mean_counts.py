@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pardist.compat import patches
-from lightning_pardist.compat.tensors import in_transform
+from lightning_pardist.compat.tensors import in_transform, is_changed
 
 _LABELLED = {name: inspect.signature(getattr(F, name)) for name in patches.LABEL_LOSSES}
 _ELEMENTWISE = {name: inspect.signature(getattr(F, name)) for name in patches.ELEMENT_LOSSES}
@@ -40,7 +41,8 @@ class MeanPart(NamedTuple):
             each class.
         added: Number that is added to the items in the divisor, once for the whole batch.
         divisor: What the mean divides by; None if it is the number of items.
-        what: Name of the function that has computed the mean.
+        what: Name of the function that has computed the mean, and the size of the first dim of what it averages, 0 if
+            that is unknown.
         is_sum: Whether the summand is a sum, possibly over items.
     """
 
@@ -49,7 +51,7 @@ class MeanPart(NamedTuple):
     is_size: bool = False
     added: float = 0.0
     divisor: Count | None = None
-    what: str = ""
+    what: tuple[str, int] = ("", 0)
     is_sum: bool = False
 
     @classmethod
@@ -66,11 +68,23 @@ class _Sum:
         result: The sum; keeping the tensor keeps its id.
         count: Value of the sum where a mean divides by it; None where only numbers are summed that are averaged.
         added: Number that was added to the sum, and is not in ``count``.
+        rows: Size of the first dim of what was summed; 0 if unknown.
     """
 
     result: Tensor
     count: Tensor | None
     added: float = 0.0
+    rows: int = 0
+    value: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Keep the value, which a collective may change in place."""
+        object.__setattr__(self, "value", self.result.detach().clone())
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the sum is known to have been written to. Not collective."""
+        return is_changed(self.result, self.value)
 
 
 class MeanCounts:
@@ -90,12 +104,13 @@ class MeanCounts:
 
     def __init__(self, *, sums: bool) -> None:
         self.follows_sums = sums
-        #: Parts of values by address, with a detached alias: it keeps the memory, and not the graph of a training step.
-        self._known: dict[int, tuple[Tensor, tuple[MeanPart, ...]]] = {}
+        #: Parts of values by address, with a detached alias, which keeps the memory and not the graph of a training
+        #: step, and a copy.
+        self._known: dict[int, tuple[Tensor, Tensor, tuple[MeanPart, ...]]] = {}
         #: By ids of the results, during the step only.
         self._sums: dict[int, _Sum] = {}
         self._stacks: dict[int, tuple[Tensor, list[tuple[MeanPart, ...]]]] = {}
-        self._masks: dict[int, Tensor] = {}
+        self._masks: dict[int, weakref.ref[Tensor]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -120,7 +135,8 @@ class MeanCounts:
         """
         if not isinstance(value, float):
             return self._parts_at(value)
-        numbers = ((float(known), parts) for known, parts in reversed(self._known.values()))
+        current = [(known, parts) for known, value, parts in self._known.values() if not is_changed(known, value)]
+        numbers = ((float(known), parts) for known, parts in reversed(current))
         same = (parts for known, parts in numbers if known == value or (math.isnan(known) and math.isnan(value)))
         return next(same, None)
 
@@ -130,11 +146,13 @@ class MeanCounts:
         usable = len(parts) == 1 and not parts[0].is_size and abs(parts[0].added) <= _EPSILON
         return parts[0].items if usable else None
 
-    def _parts_at(self, value: Any) -> tuple[MeanPart, ...] | None:
+    def _parts_at(self, value: Any, before: Tensor | None = None) -> tuple[MeanPart, ...] | None:
         if not isinstance(value, Tensor) or not self._known or value.numel() != 1:
             return None
         known = self._known.get(value.data_ptr())
-        return None if known is None else known[1]
+        # It may have been written to since, and an operation in place has just done so.
+        now = value if before is None else before
+        return None if known is None or is_changed(now, known[1]) else known[2]
 
     # --- what is recorded ---------------------------------------------------------------------------------------
 
@@ -145,7 +163,8 @@ class MeanCounts:
             return
         parts = self._parts(name, args, kwargs, result, before)
         if parts is not None and (place := result.data_ptr()):
-            self._known[place] = result.detach(), parts
+            alias = result.detach()
+            self._known[place] = alias, alias.clone(), parts
         elif before is not None:
             self._known.pop(result.data_ptr(), None)
 
@@ -154,9 +173,10 @@ class MeanCounts:
     ) -> tuple[MeanPart, ...] | None:
         if name in _LABELLED or name in _ELEMENTWISE:
             call = _bound((_LABELLED | _ELEMENTWISE)[name], args, kwargs)
+            what = name, _rows(call["input"])
             if call["reduction"] == "sum":
-                self._sums[id(result)] = _Sum(result, None)
-            return _one(result, _label_count(call) if name in _LABELLED else _element_count(call), what=name)
+                self._sums[id(result)] = _Sum(result, None, rows=what[1])
+            return _one(result, _label_count(call) if name in _LABELLED else _element_count(call), what=what)
         if name == "stack":
             self._note_stack(args[0] if args else (), result)
         elif name == "write":
@@ -173,15 +193,18 @@ class MeanCounts:
             found = _scaled([part for parts in stack[1] for part in parts], factor)
             # Something else may have changed the tensor meanwhile.
             return found if _add_up_to(found, result) else None
-        if name == "mean" and id(operand) in self._masks:
-            return _one(result, operand.numel(), what=name)
+        mask = self._masks.get(id(operand))
+        if name == "mean" and isinstance(operand, Tensor) and mask is not None and mask() is operand:
+            return _one(result, operand.numel(), what=(name, _rows(operand)))
         if (same := self._parts_at(operand)) is not None and name != "count_nonzero":
             return same
         if name != "mean":
-            self._sums[id(result)] = _Sum(result, result)
+            if isinstance(result, Tensor) and result.numel() == 1:
+                self._sums[id(result)] = _Sum(result, result, rows=_rows(operand))
             return None
-        is_mean = isinstance(operand, Tensor) and operand.dim()
-        return _one(result, operand.numel(), is_size=True, what=name) if is_mean else None
+        if not isinstance(operand, Tensor) or not operand.dim():
+            return None
+        return _one(result, operand.numel(), is_size=True, what=(name, _rows(operand)))
 
     def _note_stack(self, tensors: Any, result: Tensor) -> None:
         if not isinstance(tensors, (list, tuple)):
@@ -202,14 +225,14 @@ class MeanCounts:
         element = vector.detach()[index]
         self._stacks[place][1][index] = parts or (MeanPart(element.clone(), None),)
         if parts is not None:
-            self._known[element.data_ptr()] = element, parts
+            self._known[element.data_ptr()] = element, element.clone(), parts
         else:
             self._known.pop(element.data_ptr(), None)
 
     def _arithmetic(
         self, name: str, before: Tensor | None, first: Any, second: Any = 0.0, *, result: Tensor
     ) -> tuple[MeanPart, ...] | None:
-        one, other = self._parts_at(first), self._parts_at(second)
+        one, other = self._parts_at(first, before), self._parts_at(second)
         if one is None and other is None:
             sums = self._sums.get(id(first)), self._sums.get(id(second))
             if before is not None:
@@ -217,9 +240,11 @@ class MeanCounts:
             if name != "div" or isinstance(second, (int, float)):
                 self._sum(name, *sums, first, second, result, before)
             elif (above := sums[0]) is not None and (below := sums[1]) is not None and abs(above.added) <= _EPSILON:
+                if below.is_changed or above.is_changed:
+                    return None
                 divisor = None if below.count is below.result else below.result.detach()
                 count = None if below.count is None else below.count.detach()
-                return _one(result, count, added=below.added, divisor=divisor, what=name)
+                return _one(result, count, added=below.added, divisor=divisor, what=(name, above.rows))
             return None
         first = first if before is None else before
         if name == "neg":
@@ -272,16 +297,21 @@ class MeanCounts:
         """Note a value that was clamped or cast: its count is that of before."""
         if not isinstance(after, Tensor):
             return
-        if (known := self._sums.get(id(before))) is not None:
-            self._sums[id(after)] = replace(known, result=after)
+        if (known := self._sums.get(id(before)) or self._sums.get(id(after))) is not None:
+            count = before if known.count is after else known.count
+            self._sums[id(after)] = replace(known, result=after, count=count)
 
     def _note_mask(self, before: Tensor, after: Any) -> None:
         if isinstance(after, Tensor):
-            self._masks[id(after)] = after
+            self._masks[id(after)] = weakref.ref(after)
 
 
 def _one(mean: Tensor, count: Count | None, **fields: Any) -> tuple[MeanPart, ...] | None:
     return None if count is None else (MeanPart(mean.detach().clone(), count, **fields),)
+
+
+def _rows(operand: Any) -> int:
+    return operand.shape[0] if isinstance(operand, Tensor) and operand.dim() else 0
 
 
 def _add_up_to(parts: Iterable[MeanPart], value: Tensor) -> bool:
