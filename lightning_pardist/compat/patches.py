@@ -36,6 +36,10 @@ NAMES = (
     Private("torch.autograd.function._SingleLevelFunction",
             "custom autograd functions under tensor parallelism, however they are called",
             "replace apply of torch.autograd.Function, and refuse references to it"),
+    Private("torch._dynamo.trace_rules.clear_lru_cache", "torch.compile while counts of losses are watched",
+            "leave torch's functions alone, and replace methods of tensors only"),
+    Private("torch._dynamo.trace_rules.get_torch_obj_rule_map", "torch.compile while counts of losses are watched",
+            "leave torch's functions alone, and replace methods of tensors only"),
     Private("torch.autograd.function.FunctionMeta",
             "custom autograd functions under tensor parallelism, however they are called",
             "replace apply of torch.autograd.Function, and leave other references without a check"),
@@ -318,9 +322,11 @@ class _Replaced:
     def __init__(self, purpose: str) -> None:
         self._purpose = purpose
         self._before: list[tuple[Any, str, Any]] = []
+        self._dynamo_knows = False
 
     def replace(self, name: str, wrap: _Wrap, *, of_torch: bool) -> None:
         """Replace a method of tensors, and the function of the same name in ``torch`` if there is one."""
+        self._prepare()
         own = torch.Tensor.__dict__.get(name, _INHERITED)
         setattr(torch.Tensor, name, _replacement(self._purpose, torch.Tensor, name, wrap))
         self._before.append((torch.Tensor, name, own))
@@ -329,9 +335,14 @@ class _Replaced:
 
     def replace_in(self, module: Any, name: str, wrap: _Wrap) -> None:
         """Replace a function of a module."""
+        self._prepare()
         before = getattr(module, name)
         setattr(module, name, _replacement(self._purpose, module, name, wrap))
         self._before.append((module, name, before))
+
+    def _prepare(self) -> None:
+        if not self._before:
+            self._dynamo_knows = _make_known_to_dynamo()
 
     def restore(self) -> None:
         """Restore all attributes."""
@@ -341,6 +352,20 @@ class _Replaced:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+        if not self._dynamo_knows and (rules := sys.modules.get(_DYNAMO_RULES)) is not None:
+            # It was imported inside, and has recorded the replacements.
+            rules.clear_lru_cache()
+
+
+_DYNAMO_RULES = "torch._dynamo.trace_rules"
+
+
+def _make_known_to_dynamo() -> bool:
+    """Let dynamo record torch's own functions before they are replaced; return whether it has been imported."""
+    rules = sys.modules.get(_DYNAMO_RULES)
+    if rules is not None:
+        rules.get_torch_obj_rule_map()
+    return rules is not None
 
 
 def _replacement(purpose: str, owner: Any, name: str, wrap: _Wrap) -> Any:
@@ -498,9 +523,12 @@ def report_reductions(note: Callable[..., None], *, arithmetic: bool) -> Iterato
         dims = 1 if name == "stack" else 0
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            # First, since a compiler traces what follows.
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
             thread = threading.get_ident()
             user = _REDUCING_USERS.get(thread)
-            if user is None or torch.compiler.is_compiling():
+            if user is None:
                 return function(*args, **kwargs)
             # Calls inside of the function, of a torch function mode and of the callback are not reported.
             _REDUCING_USERS[thread] = None
@@ -518,8 +546,10 @@ def report_reductions(note: Callable[..., None], *, arithmetic: bool) -> Iterato
     def noting_writes(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: Any, index: Any, value: Any) -> None:
             function(tensor, index, value)
+            if torch.compiler.is_compiling():
+                return
             user = _REDUCING_USERS.get(threading.get_ident())
-            if type(index) is not int or user is None or torch.compiler.is_compiling():
+            if type(index) is not int or user is None:
                 return
             if type(tensor) is torch.Tensor and tensor.dim() == 1:
                 user("write", (tensor, index, value), {}, tensor, before=None)

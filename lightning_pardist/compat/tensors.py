@@ -61,7 +61,11 @@ def is_changed(tensor: Tensor, before: Tensor) -> bool:
     """
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or in_transform():
         return False
-    now, then = tensor.detach().item(), before.item()
+    try:
+        now, then = tensor.detach().item(), before.item()
+    except RuntimeError:
+        # Tracers such as make_fx have no numbers.
+        return False
     return now != then and not (now != now and then != then)
 
 

@@ -37,7 +37,7 @@ from lightning_pardist.engines.common.loss_balance import (
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_terms import Term, as_counts, leading_mean, weight_of
+from lightning_pardist.engines.common.loss_terms import Term, as_counts, leading_mean, opaque_term, weight_of
 from lightning_pardist.engines.common.mean_counts import MeanPart
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.fsdp.fsdp_units import original_class
@@ -530,6 +530,13 @@ class LossWeights:
             return
         self._warned.add(found)
         rank_zero_info(f"Loss over ranks: {found}. loss_weight sets it.")
+        if self._setting == "auto" and (opaque := opaque_term(terms)):
+            rank_zero_warn(
+                f"{type(self._trainer.lightning_module).__name__}.training_step computes its loss by {opaque}, whose"
+                " code does not show what the loss counts. Ranks are weighted by their samples, which differs from a"
+                " single process if the loss is a mean over tokens or labels. Set loss_weight='samples' if it is none,"
+                " else loss_weight to a function of the batch that returns their number."
+            )
         if self.warned_coupled:
             return
         reasons = [*(term.nonlinear for term in terms if term.nonlinear), *uneven_products(terms)]

@@ -240,6 +240,89 @@ def by_signed_weights(logits, labels):
     return (losses * weights).sum() / weights.sum()
 
 
+def in_steps(logits, labels):
+    """A decoder's loop: as many losses as a rank has samples."""
+    return sum(masked(logits[:, step : step + 1], labels[:, step : step + 1]) for step in range(4))
+
+
+def of_columns(logits, labels):
+    targets = (labels[..., None] == torch.arange(CLASSES)).float()
+    losses = [F.mse_loss(one, two) for one, two in zip(logits.unbind(1), targets.unbind(1), strict=True)]
+    return sum(losses[:4])
+
+
+def of_heads(logits, labels):
+    return torch.stack([F.cross_entropy(logits.roll(by, 2).flatten(0, 1), labels.flatten()) for by in range(4)]).mean()
+
+
+def of_selecting_heads(logits, labels):
+    chosen = labels != -100
+    return (F.cross_entropy(logits[chosen], labels[chosen]) + F.mse_loss(logits[chosen].tanh(), logits[chosen])) / 2
+
+
+def of_a_count_in_place(logits, labels):
+    losses, counted = _losses_and_counted(logits, labels)
+    count = counted[:, :1].sum().clamp(min=1)
+    count += counted[:, 1:].sum()
+    return (losses * counted).sum() / count
+
+
+def of_a_summed_count(logits, labels):
+    """Scaled by hand, so that the mean over ranks is right."""
+    losses, counted = _losses_and_counted(logits, labels)
+    count, ranks = counted.sum().clamp(min=1), 1
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(count)
+        ranks = dist.get_world_size()
+    return (losses * counted).sum() * ranks / count
+
+
+def over_each_sample(logits, labels):
+    losses, counted = _losses_and_counted(logits, labels)
+    return ((losses * counted).sum(1) / counted.sum(1)).sum() / len(labels)
+
+
+def put_together(logits, labels):
+    chosen = [(one[two != -100], two[two != -100]) for one, two in zip(logits, labels, strict=True)]
+    return F.cross_entropy(*map(torch.cat, zip(*chosen, strict=True)), reduction="none").mean()
+
+
+def added_up(logits, labels):
+    losses = [F.cross_entropy(one, two, reduction="sum") for one, two in zip(logits, labels, strict=True)]
+    return sum(losses) / (labels != -100).sum()
+
+
+class Fused(torch.autograd.Function):
+    """Cross-entropy with its own backward."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        counted = labels != -100
+        targets = F.one_hot(labels.clamp(min=0), CLASSES)
+        ctx.save_for_backward((logits.softmax(-1) - targets) * counted[:, None] / counted.sum())
+        return F.cross_entropy(logits, labels)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0] * grad, None
+
+
+def fused(logits, labels):
+    return Fused.apply(logits.flatten(0, 1), labels.flatten())
+
+
+#: Losses that look like one for each sample where a rank has 4 samples, or a single one.
+OF_ALL_SAMPLES = [
+    of_a_count_in_place,
+    in_steps,
+    of_columns,
+    of_heads,
+    of_selecting_heads,
+    of_a_summed_count,
+    over_each_sample,
+    put_together,
+    added_up,
+]
 #: Losses with a single mean or sum: a batch's loss follows from those of its parts.
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, guarded, added, per_sample, sum_per_sample]
 SEVERAL = [two_terms, written, mixed, of_positives, of_nothing, lifted, lifted_terms]
@@ -251,9 +334,10 @@ OF_NUMBERS = [over_a_constant, by_python_weights, same_twice_per_sample]
 #: Losses of the samples, each over items of its own, of which a micro-batch of one sample is a mean over its items.
 OF_SAMPLES = [two_per_sample, sum_of_two_per_sample]
 TOGETHER += [by_rank, by_rank_from_the_second_step_on]
-LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *PARTS, *OF_SAMPLES, *OF_NUMBERS, *TOGETHER)}
+LOSSES = (*SINGLE, *SEVERAL, *PARTS, *OF_SAMPLES, *OF_NUMBERS, *TOGETHER, *OF_ALL_SAMPLES, fused)
+LOSSES = {loss.__name__: loss for loss in LOSSES}
 #: Not exact in micro-batches that a user asks for.
-COUPLED = {loss.__name__ for loss in (*TOGETHER, by_python_weights)}
+COUPLED = {loss.__name__ for loss in (*TOGETHER, by_python_weights, *OF_ALL_SAMPLES, fused)}
 
 
 class Module(pl.LightningModule):
@@ -339,6 +423,12 @@ def _run(strategy, *, world=2, sizes=EVEN, module=None, given=None, empty=0, **t
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in COUPLED])
 def test_each_mean_is_weighed_by_its_own_count(loss):
     _run("ddp", sizes=UNEVEN, module={"loss": loss, "decay": 0.01})
+
+
+@pytest.mark.parametrize("loss", [loss.__name__ for loss in OF_ALL_SAMPLES])
+@pytest.mark.parametrize("sizes", [EVEN, UNEVEN, (7, 1), (6, 2)], ids=str)
+def test_losses_over_all_samples(loss, sizes):
+    _run("ddp", sizes=sizes, module={"loss": loss})
 
 
 @pytest.mark.parametrize(("strategy", "sizes"), [("ddp", UNEVEN), ("pp", (SAMPLES,))], ids=str)
@@ -546,6 +636,12 @@ def test_numbers_that_divide_sums(loss, strategy):
 def test_numbers_that_differ_between_ranks_are_no_constants(later):
     said, *_ = run_ranks(2, _warned, EVEN, {}, "ddp", "by_rank_from_the_second_step_on" if later else "by_rank", 1)
     assert sum("that ranks divide by different numbers" in each for each in said) == later
+
+
+@pytest.mark.parametrize("given", [{}, {"loss_weight": "samples"}], ids=str)
+def test_losses_of_code_that_does_not_show_what_it_counts(given):
+    said, *_ = run_ranks(2, _warned, EVEN, given, "ddp", "fused", 1)
+    assert sum("computes its loss by Fused, whose code" in each for each in said) == (not given)
 
 
 @pytest.mark.parametrize(("strategy", "everywhere"), [("ddp", False), ("zero3", False), ("pp", False), ("ddp", True)])

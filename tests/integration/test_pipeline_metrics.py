@@ -17,6 +17,25 @@ from tests.helpers.runs import quiet_trainer
 SAMPLES, FEATURES, CLASSES, STEPS = 8, 6, 3, 4
 
 
+class SumOf(torchmetrics.Metric):
+    """Mean over samples of a sum that the step passes by name, as in scvi-tools."""
+
+    full_state_update = False
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        for state in ("total", "number"):
+            self.add_state(state, default=torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, **sums):
+        self.total += sums[self.name]
+        self.number += sums["number"]
+
+    def compute(self):
+        return self.total / self.number
+
+
 class Module(Base):
     def __init__(self, running):
         super().__init__()
@@ -70,3 +89,35 @@ def test_values_of_a_step_are_those_of_its_batch(running):
         assert (
             not said or "training_step gives samples to last, and updates with one micro-batch after another" in said[0]
         )
+
+
+class Evaluated(Base):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, CLASSES))
+        self.squares, self.sizes = SumOf("squares"), SumOf("sizes")
+        self.both = self.squares + self.sizes
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        sums = {"squares": logits.square().sum(), "sizes": logits.abs().sum()}
+        self.both.update(number=len(logits), **sums)
+        self.log_dict({"squares": self.squares, "sizes": self.sizes, "both": self.both}, on_epoch=True)
+
+
+def _evaluate(strategy, devices):
+    torch.manual_seed(3)
+    module, x = Evaluated(), torch.randn(27, FEATURES, generator=torch.Generator().manual_seed(5))
+    loader = DataLoader(TensorDataset(x, torch.arange(27) % CLASSES), batch_size=SAMPLES)
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=1, limit_val_batches=None)
+    trainer.fit(module, loader, loader)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_metrics_that_contain_others():
+    (wanted,) = run_ranks(1, _evaluate, "auto", 1)
+    for found in run_ranks(2, _evaluate, "pardist_pp", 2):
+        assert found == pytest.approx(wanted, rel=1e-5)

@@ -86,6 +86,15 @@ def test_custom_functions_of_other_references(held):
     assert (seen, x.grad.tolist()) == ([Double], [4, 4])
 
 
+def test_compiled_code_first_called_while_reductions_are_watched():
+    rules = pytest.importorskip("torch._dynamo.trace_rules")
+    rules.clear_lru_cache()
+    compiled = [torch.compile(lambda x, i=i: torch.mean(x) + i, backend="eager", fullgraph=True) for i in range(2)]
+    with patches.report_reductions(lambda *args, **kwargs: None, arithmetic=True):
+        assert compiled[0](torch.ones(2)) == 1
+    assert compiled[1](torch.ones(2)) == 2
+
+
 def test_custom_functions():
     own = torch.autograd.Function.__dict__["apply"]
     seen = []

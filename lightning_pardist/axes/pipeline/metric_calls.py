@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -92,9 +92,17 @@ class ScalarMetricCalls:
         try:
             yield
         finally:
-            for name in self._mixed_calls:
+            for name in {*self._mixed_calls, *(name for name in calls if self._parts_of(name) & self._mixed_calls)}:
                 calls.pop(name, None)
             self._calls = None
+
+    def updated_by(self, calls: Collection[str]) -> set[str]:
+        """Return the metrics that are called, and those that they contain, as a sum of metrics does."""
+        return set(calls).union(*map(self._parts_of, calls))
+
+    def _parts_of(self, name: str) -> set[str]:
+        inside = {id(each) for each in self._metrics[name].modules() if each is not self._metrics[name]}
+        return {other for other, metric in self._metrics.items() if id(metric) in inside}
 
     def _wrap_method(self, name: str, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)

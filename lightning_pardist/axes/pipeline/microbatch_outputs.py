@@ -294,7 +294,8 @@ class StepOutputs:
             elif isinstance(arguments["value"], float):
                 arguments["value"] = torch.tensor(arguments["value"], dtype=dtype)
         # States of metrics of scalars depend on the number of micro-batches: they are called again with the batch's.
-        record.metrics = {name: change for name, change in record.metrics.items() if name not in record.calls}
+        repeated = self._numbers.updated_by(record.calls)
+        record.metrics = {name: change for name, change in record.metrics.items() if name not in repeated}
         if not in_order:
             before.restore_attributes(self)
             # Only the states after the last micro-batch are used.

@@ -196,6 +196,20 @@ def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
     return samples if lead is None else lead.divisor
 
 
+def opaque_term(terms: Sequence[Term]) -> str:
+    """Return the name of code that computes a term and that autograd does not see into; empty if there is none.
+
+    This is a custom autograd function (fused losses), compiled or scripted code.
+    """
+    for term in terms:
+        node = term.path[-1] if term.path else term.node
+        if term.kind == "other" and not term.of_sample and not shape_of(node):
+            kind = kind_of(node)
+            if kind.startswith("Function.") or kind == "DifferentiableGraph":
+                return kind.removeprefix("Function.")
+    return ""
+
+
 def leading_mean(terms: Sequence[Term]) -> Term | None:
     """Return the mean whose count is the weight of a value; None if it is weighted by samples.
 
@@ -218,7 +232,10 @@ def has_several_counts(terms: Sequence[Term]) -> bool:
     kinds = {term.kind for term in varying}
     if len(varying) < 2 or kinds in ({"sum"}, {"other"}):
         return False
-    return "sum" in kinds or any(term.by_data for term in varying)
+    if "sum" in kinds or any(term.by_data for term in varying):
+        return True
+    # Sizes such as those of atoms and molecules have no fixed ratio. Whether others have, one rank cannot tell.
+    return len({float(term.count) for term in varying if term.kind == "mean"}) > 1
 
 
 @dataclass(frozen=True)
@@ -687,12 +704,13 @@ def _merge_shared_counts(terms: list[Term]) -> list[Term]:
         below = [term for term in terms if any(each.at is not None and each.at.node is node for each in term.divisors)]
         below = [term for term in below if term.kind != "constant" and not term.is_zero]
         at = members[0].shared
-        if len(members) == 1 or len(below) != len(members) or at is None or any(term.nonlinear for term in members):
+        alone = len(members) == 1 and (at is None or at.node in members[0].path)
+        if alone or len(below) != len(members) or at is None or any(term.nonlinear for term in members):
             continue
         count, surplus = (reduce(larger, each) for each in zip(*((m.count, m.surplus) for m in members), strict=True))
         terms = [term for term in terms if term not in members]
         merged = at.term("mean", f"several {members[0].what}", count, by_data=True)
-        terms.append(replace(merged, surplus=surplus, added=members[0].added))
+        terms.append(replace(merged, shared=at, surplus=surplus, added=members[0].added))
     return terms
 
 
@@ -756,7 +774,7 @@ def _masks_several_dims(node: Node) -> bool:
 
 def _is_added_up(term: Term) -> bool:
     """Return whether a term is a summand that has its own count, as the losses of samples in a loop."""
-    return bool(term.edges) and (term.shared is None or term.shared.node in term.path)
+    return bool(term.edges) and (term.shared is None or term.shared.node in term.path[:-1])
 
 
 #: Maximum number of results of a term that are compared with those of others.

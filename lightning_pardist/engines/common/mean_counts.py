@@ -282,8 +282,16 @@ class MeanCounts:
                 added = known.added + (number if name == "add" else -number)
                 count = before if known.count is result else known.count
                 self._sums[id(result)] = _Sum(result, count, added)
-        elif name in ("mul", "div") and (one or other) and isinstance(second if other is None else first, (int, float)):
-            self._sums[id(result)] = _Sum(result, None)
+        elif name == "neg" and one is not None:
+            self._sums[id(result)] = _Sum(result, None, rows=one.rows)
+        elif (
+            name in ("mul", "div")
+            and (known := one or other)
+            and isinstance(second if other is None else first, (int, float))
+        ):
+            # A multiple of a count serves as one: items of several elements each.
+            is_count = before is None and known.count is known.result and not known.added
+            self._sums[id(result)] = _Sum(result, result if is_count else None, rows=known.rows)
 
     def _rest(self, value: Any) -> tuple[MeanPart, ...] | None:
         """Return a number that is no known mean as a summand, zero as none; None for anything else."""
