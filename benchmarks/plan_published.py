@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from benchmarks.workloads import GPTLoss
 from lightning_pardist.planner import DeviceProfile, find_profile
 from lightning_pardist.planner.candidates import Candidate
+from lightning_pardist.planner.plan_result import Row
 from lightning_pardist.planner.search import Job, Search
 
 _TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
@@ -113,6 +114,8 @@ class Case:
         differs: What the plan does not model of the run.
         settings: Trainer arguments.
         long: Whether planning takes minutes.
+        planned: Two numbers of micro-batches of one sequence each that are planned in place of the run's, of which a
+            plan would have too many operators. Once all stages are busy, each further micro-batch adds the same time.
     """
 
     make: Callable[[], nn.Module]
@@ -127,6 +130,7 @@ class Case:
     differs: str
     settings: Mapping[str, Any] = field(default_factory=lambda: {"precision": "bf16-mixed"})
     long: bool = False
+    planned: tuple[int, int] = (0, 0)
 
 
 # As published: HBM2e of 2.4 TB/s, 500 W.
@@ -138,12 +142,18 @@ _BLOCKS = {"activation_checkpointing": "auto"}
 
 
 def _three_axes(
-    schedule: str, microbatches: int, data_parallel: str, chunks: int = 1, *, sequence_parallel: bool = False
+    schedule: str,
+    microbatches: int,
+    data_parallel: str,
+    chunks: int = 1,
+    *,
+    stages: int = 8,
+    sequence_parallel: bool = False,
 ) -> Candidate:
     pipeline: dict[str, Any] = {"schedule": schedule, "num_microbatches": microbatches}
     pipeline |= {"chunks_per_rank": chunks} if chunks > 1 else {}
     settings: dict[str, Any] = {
-        "pipeline_parallel_size": 8, "tensor_parallel_size": 8, "data_parallel": data_parallel,
+        "pipeline_parallel_size": stages, "tensor_parallel_size": 8, "data_parallel": data_parallel,
     }  # fmt: skip
     if sequence_parallel:
         settings["tensor_settings"] = {"sequence_parallel": True}
@@ -172,6 +182,14 @@ CASES: dict[str, Case] = {
         _megatron(12288, 96, 96), 51200, (64, 2048), _three_axes("1f1b", 64, "ddp"), _A100, (8, 8), 18.13, "s",
         _MEGATRON, "three chunks a stage; here one", long=True,
     ),
+    "megatron-530b-full": Case(
+        _megatron(20480, 105, 128), 51200, (280, 2048), _three_axes("1f1b", 280, "ddp", stages=35), _A100, (8, 35),
+        49.05, "s", _MEGATRON, "three chunks a stage; here one", long=True, planned=(36, 40),
+    ),
+    "megatron-1t-full": Case(
+        _megatron(25600, 128, 160), 51200, (512, 2048), _three_axes("1f1b", 512, "ddp", stages=64), _A100, (8, 64),
+        94.42, "s", _MEGATRON, "", long=True, planned=(65, 70),
+    ),
     "llama3-405b-1f1b": Case(
         lambda: _Llama(**_405B), 128256, (32, 8192),
         _three_axes("1f1b", 8, "zero3", sequence_parallel=True), _H100_96, (8, 64), 100,
@@ -185,18 +203,46 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def run(name: str, case: Case) -> str:
-    """Plan a case and return its line of the table."""
-    begin = time.perf_counter()
+def _plan(case: Case) -> Row:
+    """Return the plan of a case."""
     with torch.device("meta"):
         module = _Module(case.make())
     tokens = torch.randint(case.vocab, (case.batch[0], case.batch[1] + 1))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     search = Search(module, batch, case.device, Job(*case.layout, case.settings), leave_out=False)
     search.add(case.candidate)
+    # A candidate that does not fit is also planned with activation checkpointing, which is another run.
+    return next(row for row in search.plan().rows if row.candidate is case.candidate)
+
+
+def _with_microbatches(case: Case, number: int) -> Case:
+    """Return a case with another number of sequences, each of them a micro-batch."""
+    settings = dict(case.candidate.settings)
+    settings["pipeline_settings"] = {**settings["pipeline_settings"], "num_microbatches": number}
+    return replace(case, batch=(number, case.batch[1]), candidate=Candidate(case.candidate.strategy, settings))
+
+
+def _run_extrapolated(name: str, case: Case) -> str:
+    """Plan a case with fewer micro-batches and return its line of the table."""
+    begin = time.perf_counter()
+    fewer, more = (_plan(_with_microbatches(case, number)) for number in case.planned)
+    each = (more.time.step - fewer.time.step) / (case.planned[1] - case.planned[0])
+    said = more.time.step + each * (case.batch[0] - case.planned[1])
+    took = time.perf_counter() - begin
+    memory = f"{more.memory['peak'] / 2**30:.1f} GiB{'' if more.fits else ', does not fit'}"
+    differs = case.differs and f"{case.differs}; "
+    return (
+        f"| {name} | {case.published:g} s | {said:.4g} s | {said / case.published - 1:+.0%} | {memory} | | {differs}"
+        f"{fewer.time.step:.4g} and {more.time.step:.4g} s with {case.planned[0]} and {case.planned[1]} micro-batches,"
+        f" extrapolated; {case.source} ({took:.0f} s) |"
+    )
+
+
+def run(name: str, case: Case) -> str:
+    """Plan a case and return its line of the table."""
+    begin = time.perf_counter()
     try:
-        # A candidate that does not fit is also planned with activation checkpointing, which is another run.
-        row = next(row for row in search.plan().rows if row.candidate is case.candidate)
+        row = _plan(case)
     except lightning_pardist.planner.PlanError as error:
         return f"| {name} | {case.published:g} {case.unit} | {error} | | | | |"
     count = case.layout[0] * case.layout[1]
@@ -220,7 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| run | published | planned | off by | memory | MFU | what differs; source |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in options.cases or [name for name, case in CASES.items() if not case.long]:
-        print(run(name, CASES[name]), flush=True)
+        case = CASES[name]
+        print(_run_extrapolated(name, case) if case.planned[1] else run(name, case), flush=True)
     return 0
 
 

@@ -93,14 +93,14 @@ def _of_samples(parts: list[_Part], samples: float) -> list[_Part]:
     """Return parts of which those that are the losses of single samples have no count, as their mean has none.
 
     These are as many means by one function as there are samples, or several times as many, and not all of them average
-    over all samples.
+    over as many rows.
     """
     rows: dict[str, list[int]] = {}
     for *_, (name, size) in parts:
         rows.setdefault(name, []).append(size)
     # Two means of a batch of two samples are more likely two losses.
     single = {name for name, sizes in rows.items() if name and samples > 2 and len(sizes) % samples == 0}
-    single -= {name for name in single if all(size and size % samples == 0 for size in rows[name])}
+    single -= {name for name in single if all(size == samples for size in rows[name])}
     return [(part[0], None, False, 0.0, None, _UNNAMED) if part[-1][0] in single else part for part in parts]
 
 

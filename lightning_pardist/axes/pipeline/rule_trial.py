@@ -31,7 +31,7 @@ from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import BALANCING, Term
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
 from lightning_pardist.engines.pipeline.interception import undisturbed
-from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, common_ratios, part_weight
+from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, LossSeeds, common_ratios, part_weight
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_mean
 from lightning_pardist.trainer.batch_figures import BatchFigures
 from lightning_pardist.trainer.sample_mixing import SampleMixing
@@ -230,11 +230,15 @@ class RuleTrial:
         if not is_own and shown not in ("mean", "samples", "sum"):
             # A micro-batch of one sample does not show what couples samples.
             linear = self.loss.several_counts and not (self.loss.coupled or self.batch_coupling())
+            linear = linear and self._gradients_add_up(own, shares, tolerance=loose, always=True, by_terms=True)
             return Rules({**found, place: own}, None, linear, **told)
         way = own if is_own or shown is None else shown
         # A small difference may be rounding, or a loss of sorted elements (Lovasz).
         is_close = relative_error(numbers[place], combined(way, columns[place], shares)) <= close
-        adds_up = self._gradients_add_up(way, shares, tolerance=10 * close if is_close else loose, always=not is_close)
+        # Each summand may have a factor of its own.
+        by_terms = is_own and self.loss.several_counts
+        tolerance, always = 10 * close if is_close else loose, by_terms or not is_close
+        adds_up = self._gradients_add_up(way, shares, tolerance=tolerance, always=always, by_terms=by_terms)
         if is_own:
             return Rules({**found, place: own}, None, adds_up, **told)
         # The analysis of the autograd graph was wrong: use the rule of the trial.
@@ -242,7 +246,7 @@ class RuleTrial:
         weight: Literal["sum", "samples"] = "sum" if shown == "sum" else "samples"
         return Rules(found, weight if known else None, known and adds_up, **told)
 
-    def _gradients_add_up(self, way: str, shares: Shares, *, tolerance: float, always: bool = False) -> bool:
+    def _gradients_add_up(self, way: str, shares: Shares, *, tolerance: float, always: bool, by_terms: bool) -> bool:
         """Return whether the mean or sum of the micro-batches' gradients is that of the batch, as that of their losses.
 
         Losses may agree where gradients do not: by chance, or if a factor computed from the batch is detached
@@ -269,6 +273,8 @@ class RuleTrial:
                 whole = _gradient(loss, parameters)
                 del loss
                 total = torch.zeros_like(whole)
+                if by_terms:
+                    return relative_error(whole, self._gradient_by_terms(run, parameters)) <= tolerance
                 ones = (1.0,) * len(self.parts)
                 weights = {"sum": ones, "samples": shares.samples}.get(way, shares.loss)
                 for part, weight in zip(self.parts, weights, strict=True):
@@ -279,6 +285,22 @@ class RuleTrial:
             rank_zero_info(f"Whether gradients of micro-batches add up to a batch's is unknown; it is split ({error}).")
             return True
         return relative_error(whole, total) <= tolerance
+
+    def _gradient_by_terms(self, run: Callable[[Any], dict[str, Any]], parameters: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the micro-batches' gradients, with each summand of the loss scaled as in training."""
+        losses = [loss_of(run(fresh_copy(part.value))) for part in self.parts]
+        known = [(part, loss) for part, loss in zip(self.parts, losses, strict=True) if loss is not None]
+        seeds = LossSeeds(self._loss_weight, lambda: None, device_in_use(), by_sample=self.loss.by_sample)
+        seeds.begin([part for part, _ in known])
+        for index, (_, loss) in enumerate(known):
+            seeds.add(index, loss)
+        seeds.before_backward(0)
+        total = torch.zeros(())
+        for index, (_, loss) in enumerate(known):
+            if loss.requires_grad:
+                seed, _ = seeds.seed(index, loss)
+                total = total + _gradient(loss, parameters, seed)
+        return total
 
     def _check_of_sample(self, run: _Evaluate) -> None:
         """Analyse the micro-batches' losses again if the batch's loss is not one of single samples."""
@@ -402,9 +424,9 @@ def _unexplained(
     return tuple(dict.fromkeys(_named(place) for place in kept))
 
 
-def _gradient(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def _gradient(loss: Tensor, parameters: Sequence[Tensor], seed: Tensor | None = None) -> Tensor:
     """Return the gradient with respect to all parameters, flat."""
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    found = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
     both = zip(found, parameters, strict=True)
     return torch.cat([(torch.zeros_like(one) if each is None else each).detach().flatten() for each, one in both])
 

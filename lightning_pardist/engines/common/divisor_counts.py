@@ -4,11 +4,10 @@
 A sum over the batch is a mean if it is divided by a count of items on the way to the loss: ``/ mask.sum()``,
 ``/ len(x)``, ``* (1 / n)``. A Python number may also be a constant: ``/ 100``, or the size of the whole batch. It is
 taken as a count if it is the number of summed samples, times the sizes of other summed dims; if it is a multiple of at
-least 3 samples, such as samples times pixels, and neither a power of ten nor a multiple of the samples of all ranks,
-nor a power of two with fewer than 8 samples; or if items were selected by their values and their number is not known. A
-factor such as 0.1 or 0.25 is taken as a weight unless exactly 10 or 4 items were selected or left by a mask; 0.0625 and
-0.142857 are taken as 1/16 and 1/7. A number that differs between parts of a batch is no constant, which a comparison of
-parts detects.
+least 8 samples, such as samples times pixels, and neither a power of ten nor a multiple of the samples of all ranks; or
+if items were selected by their values and their number is not known. A factor such as 0.1 or 0.25 is taken as a weight
+unless exactly 10 or 4 items were selected or left by a mask; 0.0625 and 0.142857 are taken as 1/16 and 1/7. A number
+that differs between parts of a batch is no constant, which a comparison of parts detects.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from lightning_pardist.compat.autograd_graph import inputs_of, is_python_number,
 from lightning_pardist.engines.common.batch_dim import PICKED, SAME
 from lightning_pardist.engines.common.masked_sums import SMALL, elements, labels_of, mask_of
 
-#: Numbers of samples of which a constant is unlikely to be a multiple; below the larger, powers of two may be.
-_SOME, _MANY = 3, 8
+#: Number of samples of which a constant is unlikely to be a multiple.
+_MANY = 8
 #: Operations that commute with a sum, up to the arrangement of elements.
 _LINEAR = SAME | {"Mul", "Div", "Sum"}
 
@@ -162,9 +161,7 @@ def is_rounded(factor: float) -> bool:
 
 def _is_multiple(number: float, samples: int) -> bool:
     """Return whether a number is more likely samples times a size, such as pixels, than a constant."""
-    if samples < _SOME or number % samples or _is_power_of_ten(number):
-        return False
-    return samples >= _MANY or not math.log2(number).is_integer()
+    return samples >= _MANY and number % samples == 0 and not _is_power_of_ten(number)
 
 
 def _is_power_of_ten(number: float) -> bool:

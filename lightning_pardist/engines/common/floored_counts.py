@@ -8,7 +8,7 @@ the number that a single process adds once.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ _NEGLIGIBLE = 1e-6
 _EPSILON = 1e-5
 
 
-@dataclass(frozen=True, slots=True)
-class _Notes:
+class _Notes(NamedTuple):
     """How a scalar differs from the count that it was computed from.
 
     Attributes:
@@ -40,13 +39,15 @@ class _Notes:
     @classmethod
     def of(cls, count: Tensor | float) -> _Notes | None:
         """Return the notes of a scalar, None if there are none or it is known to have been written to."""
-        notes: _Notes | None = getattr(count, _NOTES, None)
+        kept = getattr(count, _NOTES, None)
+        notes = None if kept is None else _Notes(*kept)
         return None if notes is None or is_changed(count, notes.value) else notes  # type: ignore[arg-type]
 
     @staticmethod
     def note(count: Tensor, before: Tensor | None, added: float) -> None:
         """Attach notes to a scalar."""
-        setattr(count, _NOTES, _Notes(count.detach().clone(), before, added))
+        # A plain tuple, which torch.load takes in a checkpoint of the user's.
+        setattr(count, _NOTES, (count.detach().clone(), before, added))
 
 
 def noted_floors() -> AbstractContextManager[None]:

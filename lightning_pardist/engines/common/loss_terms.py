@@ -450,6 +450,7 @@ class _Walk:
                 if mask is not None and mask.dim() > 1 and len(mask) == self.samples:
                     return False
                 of_all = source is not None and (shape_of(source) or ())[:1] == (self.samples,)
+                of_all = of_all and source is not None and self.batch_dim(source) == 0
                 if of_all and kind_of(node) in PICKED and _masks_several_dims(node):
                     return False
                 if kind_of(node) in PICKED and source is not None and kind_of(source) not in PICKS:
@@ -459,8 +460,8 @@ class _Walk:
     def _cover_the_batch(self, terms: Sequence[Term]) -> bool:
         """Return whether each mean is over all samples, as those of several heads, though there are as many as samples.
 
-        Means of single samples have no result in common, other than results that samples are picked from. Their sizes
-        differ, or are no multiple of the number of samples; two means of the same size are two losses.
+        These have the same size, a multiple of the number of samples, and are computed from one result, of which no
+        parts are picked. Others are rather losses of the samples, whose number they have.
         """
         if len(terms) < 2 or all(map(self._is_single_sample, terms)):
             return False
@@ -470,10 +471,11 @@ class _Walk:
             shape = (shape_of(child) or ()) if child is not None else ()
             dim = self.batch_dim(child) if child is not None else REDUCED
             sizes.add(shape[dim] if 0 <= dim < len(shape) else 0)
-        if len(sizes) == 1 and (size := sizes.pop()) and (size % (self.samples or 1) == 0 or self.samples == 2):
-            return True
-        results = [self._results_below(term.path[-1]) for term in terms]
-        return any(one & other for place, one in enumerate(results) for other in results[:place])
+        if len(sizes) > 1 or not (size := sizes.pop()) or size % (self.samples or 1):
+            return False
+        # Enough of them, since each search takes time.
+        some = {0: terms[0], len(terms) // 2: terms[len(terms) // 2], len(terms) - 1: terms[-1]}
+        return bool(set.intersection(*(self._results_below(term.path[-1]) for term in some.values())))
 
     def _results_below(self, node: Node) -> set[Node]:
         """Return results of the batch a few operations below a node, down to where parts of a result are taken."""
@@ -673,7 +675,7 @@ def _merged(term: Term, one: Term, other: Term) -> Term:
 
 
 def _merge_total_counts(terms: list[Term]) -> list[Term]:
-    """Turn sums into means that share a divisor that is the number of all their items or the count of another."""
+    """Turn sums into means that share a divisor equal to the total number of their items."""
     groups: dict[Node, list[tuple[Term, Divisor]]] = {}
     for term in terms:
         for each in term.divisors:
@@ -681,10 +683,10 @@ def _merge_total_counts(terms: list[Term]) -> list[Term]:
                 groups.setdefault(each.at.node, []).append((term, each))
     for members in groups.values():
         sums = [term for term, each in members if term.kind == "sum" or (term.shared and term.shared is each.at)]
-        number = number_of(members[0][1].value) or 0.0
-        is_total = 1 < len(sums) == len(members) and all(term.items for term in sums)
-        is_total = is_total and sum(term.items for term in sums) == number
-        if not (is_total or any(term.shared and term.shared is each.at for term, each in members)):
+        if len(sums) < 2 or len(sums) < len(members) or not all(term.items for term in sums):
+            continue
+        number = number_of(members[0][1].value)
+        if sum(term.items for term in sums) != number:
             continue
         for term, each in members:
             if term.kind == "sum":
