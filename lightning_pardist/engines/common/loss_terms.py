@@ -66,6 +66,7 @@ from lightning_pardist.engines.common.divisor_counts import (
 )
 from lightning_pardist.engines.common.floored_counts import added_to, unfloored
 from lightning_pardist.engines.common.masked_sums import (
+    SMALL,
     counts_items_of,
     elements,
     is_empty_sum,
@@ -449,19 +450,23 @@ class _Walk:
                 mask, source = mask_of(node), next((child for child in inputs_of(node) if child is not None), None)
                 if mask is not None and mask.dim() > 1 and len(mask) == self.samples:
                     return False
-                of_all = source is not None and (shape_of(source) or ())[:1] == (self.samples,)
-                of_all = of_all and source is not None and self.batch_dim(source) == 0
-                if of_all and kind_of(node) in PICKED and _masks_several_dims(node):
+                if kind_of(node) in PICKED and _masks_several_dims(node) and self._is_batch(source):
                     return False
                 if kind_of(node) in PICKED and source is not None and kind_of(source) not in PICKS:
                     sources.append(source)
         return all(count * (self.samples or 1) <= number for count in Counter(sources).values())
 
+    def _is_batch(self, node: Node | None) -> bool:
+        """Return whether a result has several samples along its first dim, and is not a part of one sample."""
+        if node is None or kind_of(node) in PICKS or (self.samples or 0) < 2:
+            return False
+        return (shape_of(node) or ())[:1] == (self.samples,) and self.batch_dim(node) == 0
+
     def _cover_the_batch(self, terms: Sequence[Term]) -> bool:
         """Return whether each mean is over all samples, as those of several heads, though there are as many as samples.
 
         These have the same size, a multiple of the number of samples, and are computed from one result, of which no
-        parts are picked. Others are rather losses of the samples, whose number they have.
+        parts are picked or left by masks. Others are rather losses of the samples, whose number they have.
         """
         if len(terms) < 2 or all(map(self._is_single_sample, terms)):
             return False
@@ -471,7 +476,7 @@ class _Walk:
             shape = (shape_of(child) or ()) if child is not None else ()
             dim = self.batch_dim(child) if child is not None else REDUCED
             sizes.add(shape[dim] if 0 <= dim < len(shape) else 0)
-        if len(sizes) > 1 or not (size := sizes.pop()) or size % (self.samples or 1):
+        if len(sizes) > 1 or not (size := sizes.pop()) or size % (self.samples or 1) or _have_masks_apart(terms):
             return False
         # Enough of them, since each search takes time.
         some = {0: terms[0], len(terms) // 2: terms[len(terms) // 2], len(terms) - 1: terms[-1]}
@@ -760,12 +765,24 @@ def _scalar_factor(node: Node, child: Node) -> float | None:
 def _takes_part(node: Node) -> bool:
     """Return whether an operation may take the part of one sample from a result."""
     kind, whole = kind_of(node), next((child for child in inputs_of(node) if child is not None), None)
-    if kind == "Slice" and whole is not None:
+    if kind in ("Slice", "IndexSelect") and whole is not None:
         return (shape_of(node) or (0,))[0] != (shape_of(whole) or (0,))[0]
     if kind in PICKED:
         # Elements of several dims are chosen from all samples.
         return not _masks_several_dims(node)
     return kind in PICKS
+
+
+def _have_masks_apart(terms: Sequence[Term]) -> bool:
+    """Return whether the masks of the first and of the last term have no element in common, as those of two graphs."""
+    found = []
+    for term in (terms[0], terms[-1]):
+        nodes = (term.path[-1], *elements(term.path[-1]))
+        found.append(next((mask for node in nodes if (mask := mask_of(node)) is not None), None))
+    first, last = found
+    if first is None or last is None or first.shape != last.shape or first.numel() > SMALL:
+        return False
+    return not bool((first.bool() & last.bool()).any())
 
 
 def _masks_several_dims(node: Node) -> bool:
