@@ -363,10 +363,11 @@ class RuleTrial:
         only) and draws no random numbers that matter. None if it fails in both, which is no reason to refuse it.
         """
         self._rng_before = random_state(device_in_use())
-        for self._trains in (False, True):
+        for trains in (False, True):
+            self._trains = trains
             failure, tried = self._results_in_mode()
             self._failure = self._failure or failure
-            if tried is not None and not (self._trains and self._is_random(tried[1])):
+            if tried is not None and not (trains and self._is_random(tried[1])):
                 return tried
         return None
 

@@ -40,8 +40,10 @@ class _Notes(NamedTuple):
     def of(cls, count: Tensor | float) -> _Notes | None:
         """Return the notes of a scalar, None if there are none or it is known to have been written to."""
         kept = getattr(count, _NOTES, None)
-        notes = None if kept is None else _Notes(*kept)
-        return None if notes is None or is_changed(count, notes.value) else notes  # type: ignore[arg-type]
+        if kept is None or not isinstance(count, Tensor):
+            return None
+        notes = _Notes(*kept)
+        return None if is_changed(count, notes.value) else notes
 
     @staticmethod
     def note(count: Tensor, before: Tensor | None, added: float) -> None:
