@@ -32,6 +32,8 @@ Number = Any
 _MEANS = 24
 #: Number of slots for their counts, chosen by name, and for a one-hot number of means, which detects missing terms.
 _COUNTS, _SIZES = 31, 6
+#: Maximum number of terms whose counts are combined over the ranks that share a batch; those of further ones are kept.
+_TOGETHER = 128
 #: Maximum number of values other than losses in the message, including the summands of values.
 _VALUES = 16
 #: Number of header fields: participating ranks, ranks with a loss and (times _BASE) those whose counts have changed,
@@ -180,14 +182,25 @@ def agreed_terms(terms: list[Term], agree: Callable[[Tensor], Tensor] | None, de
 
     Args:
         terms: The terms found on this rank.
-        agree: Combines the counts, shape ``[terms]``, of ranks that share a batch. Collective over these ranks; None if
-            no ranks share one.
+        agree: Returns the maximum of numbers, shape ``[numbers]``, over the ranks that share a batch. Collective over them;
+            None if no ranks share one.
         device: Device of the message.
     """
-    if agree is None or not terms:
+    if agree is None:
         return terms
-    counts = [number_on(device, term.count, torch.float64) for term in terms]
-    return [replace(term, count=count) for term, count in zip(terms, agree(torch.stack(counts)).unbind(), strict=True)]
+    # Ranks may have different numbers of terms: sums over a mask without items are not merged. All send one length.
+    shared = terms[:_TOGETHER]
+    counts = [number_on(device, term.count, torch.float64) for term in shared]
+    size, none = (number_on(device, number, torch.float64) for number in (float(len(terms)), 0.0))
+    by_name = [number_on(device, count, torch.float64) for count in _table(terms)]
+    message = agree(torch.stack([size, -size, *by_name, *counts, *[none] * (_TOGETHER - len(counts))]))
+    same_size, (named, largest) = message[0] == -message[1], message[2:].split([_COUNTS, _TOGETHER])
+    places = iter(_places(terms)[0])
+    found = []
+    for term, own, most in zip(shared, counts, largest.unbind(), strict=False):
+        place = next(places, None) if term.kind == "mean" else None
+        found.append(replace(term, count=torch.where(same_size, most, own if place is None else named[place])))
+    return [*found, *terms[_TOGETHER:]]
 
 
 def exchange(
