@@ -182,8 +182,8 @@ def agreed_terms(terms: list[Term], agree: Callable[[Tensor], Tensor] | None, de
 
     Args:
         terms: The terms found on this rank.
-        agree: Returns the maximum of numbers, shape ``[numbers]``, over the ranks that share a batch. Collective over them;
-            None if no ranks share one.
+        agree: Returns the maximum of numbers, shape ``[numbers]``, over the ranks that share a batch. Collective over
+            them; None if no ranks share one.
         device: Device of the message.
     """
     if agree is None:
