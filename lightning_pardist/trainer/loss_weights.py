@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
 from lightning_pardist.compat.patches import original_reductions
+from lightning_pardist.engines.common.combined_values import Combined, Value, ValueNames
 from lightning_pardist.engines.common.logged_weights import LoggedWeight, NotedMeans, weight_of_logged
 from lightning_pardist.engines.common.loss_balance import (
     Balance,
     Exchange,
     Scaling,
-    Value,
     agreed_terms,
     begin_exchange,
     counts_of,
@@ -37,8 +37,9 @@ from lightning_pardist.engines.common.loss_balance import (
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_terms import Term, as_counts, leading_mean, opaque_term, weight_of
+from lightning_pardist.engines.common.loss_term import Term, as_counts, leading_mean, opaque_term, weight_of
 from lightning_pardist.engines.common.mean_counts import MeanPart
+from lightning_pardist.engines.common.numbers import tensor_of, where
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.fsdp.fsdp_units import original_class
 from lightning_pardist.engines.pipeline import find_loss
@@ -136,6 +137,7 @@ class _Step:
         samples: Number of samples in the batch.
         entries: Logged values that are combined.
         noted: All logged values.
+        names: Names of values that all ranks know.
     """
 
     exchange: Exchange
@@ -145,6 +147,7 @@ class _Step:
     samples: float
     entries: list[tuple[_Logged, Value]]
     noted: list[_Logged]
+    names: ValueNames
 
 
 class LossWeights:
@@ -200,6 +203,7 @@ class LossWeights:
         self._step: _Step | None = None
         self._common = 1.0
         self._steady = SteadyCounts()
+        self._names: dict[dist.ProcessGroup, ValueNames] = {}
         #: Whether the numbers that divided sums in the first step were counts, since they differed between ranks.
         self._numbers_are_counts = False
         self._batch: Any = None
@@ -255,6 +259,7 @@ class LossWeights:
     def _settle_without_backward(self) -> None:
         """Wait for the exchange of a step that had no backward. Its logged values may have been reset by now."""
         if self._step is not None:
+            self._step.names.is_due = self._has_new_names(self._step.exchange)
             self._steady.end(self._step.exchange)
         self._step, self._common = None, 1.0
 
@@ -315,22 +320,31 @@ class LossWeights:
         terms = agreed_terms(terms, self._agree, self._device)
         entries = self._values(loss, terms, noted, samples)
         size, group, overlaps = float(samples or 1), self._group(), self._may_overlap()
+        names = self._names.setdefault(group, ValueNames())
         counts = counts_of(terms, size) if overlaps and self._counts and not self._must_wait() else None
         changed = self._steady.begin(counts, group, allowed=overlaps)
         self._before()
-        begun = begin_exchange(
+        if names.is_due:
+            names.learn(group)
+        begin = partial(
+            begin_exchange,
             terms,
             samples=size,
             present=self._counts,
             values=[value for _, value in entries],
+            names=names,
             settings=_settings_of(self._trainer.optimizers),
             changed=changed,
             overlaps=self._steady.known is not None,
             group=group,
             device=self._device,
         )
+        begun = begin()
+        if self._steady.known is None and self._has_new_names(begun):
+            names.learn(group)
+            begun = begin()
         self._has_loss = loss is not None or not self._has_no_count
-        self._step = _Step(begun, changed, loss, terms, size, entries, noted)
+        self._step = _Step(begun, changed, loss, terms, size, entries, noted, names)
         if self._steady.known is None:
             self._finish(self._step)
 
@@ -374,6 +388,7 @@ class LossWeights:
         """Weight the loss of a step, and its logged values. Waits for the other ranks."""
         self._step = None
         found = step.exchange.result()
+        step.names.is_due = self._has_new_names(step.exchange)
         weight, added = self._share_of(step.terms, step.samples)
         self._own = OwnLoss(weight, step.samples, found.agreed, added)
         self._own_before = self._own
@@ -384,12 +399,17 @@ class LossWeights:
             if not self._trainer.lightning_module.automatic_optimization:
                 self._scaling = scaling
                 self._record_terms(step.loss, step.terms)
-        for (entry, _), value in zip(step.entries, found.values, strict=False):
-            self._correct(entry, value)
+        for (entry, _), value in zip(step.entries, found.values, strict=True):
+            self._correct(entry, value, step, found)
         if not self._counts:
             for entry in reversed(step.noted):
                 self._forget(entry)
         self._steady.end(step.exchange)
+
+    def _has_new_names(self, exchange: Exchange) -> bool:
+        """Return whether a rank has logged names that others may not know. On an accelerator, only some steps look."""
+        looks = self._device.type == "cpu" or self._weighed % _LOOK_EVERY == 0
+        return looks and exchange.has_new_names()
 
     def _have_same_numbers(self, terms: list[Term]) -> bool:
         """Return whether all ranks divide their sums by the same numbers. Collective over the group."""
@@ -499,14 +519,19 @@ class LossWeights:
             found[each.name] = each, Value(each.name, weight.whole._replace(value=each.value), weight.parts)
         return list(found.values())
 
-    def _correct(self, entry: _Logged, value: Tensor) -> None:
-        """Replace a logged value by the one combined over all ranks."""
+    def _correct(self, entry: _Logged, combined: Combined, step: _Step, found: Balance) -> None:
+        """Replace a logged value by the one combined over the ranks that have logged it."""
         item = self._item(entry.name)
-        value = value.to(item.value)
+        value = tensor_of(combined.value, self._device).to(item.value)
         if item.meta.on_step:
             set_forward_cache(item, value)
         if item.meta.on_epoch:
             samples = item.cumulated_batch_size - entry.samples_before
+            some = (combined.ranks > 0) & (combined.ranks < found.present) & (samples == step.samples)
+            if self._device.type != "cpu" or some:
+                # A single process weighs a value by all samples of the batch, including those of ranks without it.
+                samples = where(some, found.samples / combined.ranks, samples)
+                item.cumulated_batch_size = entry.samples_before + samples
             item.value = _before(entry, item) + value * samples
         else:
             item.value = value

@@ -127,6 +127,53 @@ def test_means_in_training_count_what_they_average():
         assert got_seen == pytest.approx(seen, rel=1e-6)
 
 
+class Sometimes(pl.LightningModule):
+    """Logs many means, some of them only if the batch has an item to average."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3).double()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch[0].double(), (batch[1].flatten() * 7).long() % 3
+        out = self.layer(x)
+        losses = F.cross_entropy(out, y, reduction="none")
+        rare = x[:, 0] > 1
+        if rare.any():
+            self.log("rare", losses[rare].mean(), on_epoch=True)
+            self.log("rare_accuracy", (out.argmax(-1) == y)[rare].double().mean(), on_epoch=True)
+        for place in range(24):
+            chosen = y == place % 3
+            self.log(f"value_{place}", (losses * chosen).sum() / chosen.sum().clamp(min=1), on_epoch=True)
+        loss = losses[y != 2].mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append({k: float(v) for k, v in self.trainer.callback_metrics.items() if not k.startswith("rare")})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _sometimes(strategy="pardist_zero2", devices=2):
+    torch.manual_seed(11)
+    module = Sometimes()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2, use_distributed_sampler=False)
+    trainer.fit(module, datamodule=Data(points(BATCH * 6)))
+    found = {key: float(value) for key, value in trainer.callback_metrics.items() if not key.endswith("_step")}
+    return found, module.seen
+
+
+def test_values_that_some_ranks_log_and_many_values():
+    want, seen = _sometimes("auto", 1)
+    assert "rare" in want
+    for got, got_seen in run_ranks(2, _sometimes):
+        assert got == pytest.approx(want, rel=1e-12)
+        assert got_seen == [pytest.approx(each, rel=1e-12) for each in seen]
+
+
 class DifferentKeys(Logs):
     """Ranks log different keys in different orders (Lightning would mix up their values)."""
 

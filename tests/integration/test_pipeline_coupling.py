@@ -1,5 +1,7 @@
 """Pipelines with steps whose micro-batches agree with the batch in the trial, and not in training."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -170,3 +172,31 @@ def _refused():
 
 def test_gradients_through_several_stages_are_refused_though_they_weigh_little():
     run_ranks(2, _refused)
+
+
+class Logging(Module):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        self.log("spread", self.body(batch[0]).std())
+        return loss
+
+
+def with_mask(outputs, scores, y):
+    """Two means, each with a count of its own."""
+    chosen = (y[:, 0] > 0).double()
+    return F.mse_loss(outputs, y) + (scores.square().mean(1) * chosen).sum() / chosen.sum().clamp(min=1)
+
+
+def _warnings_of_logged():
+    trainer = quiet_trainer(strategy="pardist_pp", devices=2, precision="64-true")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Logging(with_mask))
+    return [str(each.message) for each in caught if "not combine" in str(each.message)]
+
+
+def test_a_logged_loss_of_several_counts_is_not_warned_about():
+    (told,), _ = run_ranks(2, _warnings_of_logged)
+    assert "'spread'" in told
+    assert "'loss'" not in told

@@ -28,7 +28,7 @@ from lightning_pardist.axes.pipeline.sample_runs import SampleRuns, SampleStep, 
 from lightning_pardist.engines.common.devices import device_in_use, is_same_state, random_state
 from lightning_pardist.engines.common.eager_runs import eagerly
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_terms import BALANCING, Term
+from lightning_pardist.engines.common.loss_term import BALANCING, Term
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
 from lightning_pardist.engines.pipeline.interception import undisturbed
 from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, LossSeeds, common_ratios, part_weight
@@ -231,6 +231,9 @@ class RuleTrial:
             # A micro-batch of one sample does not show what couples samples.
             linear = self.loss.several_counts and not (self.loss.coupled or self.batch_coupling())
             linear = linear and self._gradients_add_up(own, shares, tolerance=loose, always=True, by_terms=True)
+            if linear and "unexplained" in told:
+                # Of the loss, each summand has its weight where it is logged, too.
+                told["unexplained"] = _unexplained(numbers, columns, found, loss=place)
             return Rules({**found, place: own}, None, linear, **told)
         way = own if is_own or shown is None else shown
         # A small difference may be rounding, or a loss of sorted elements (Lovasz).
@@ -417,11 +420,13 @@ class RuleTrial:
 
 
 def _unexplained(
-    numbers: Mapping[Place, Any], columns: Mapping[Place, Any], found: Mapping[Place, str]
+    numbers: Mapping[Place, Any], columns: Mapping[Place, Any], found: Mapping[Place, str], loss: Place | None = None
 ) -> tuple[str, ...]:
-    """Return names of logged values, attributes and buffers without a rule."""
+    """Return names of logged values, attributes and buffers without a rule, except for those of a loss that has one."""
     kept = [place for place in columns if place in numbers and place[0] in (*_KEPT, "logged")]
     kept = [place for place in kept if place not in found and increment_of(place) not in found]
+    if loss is not None:
+        kept = [place for place in kept if place[0] != "logged" or not _are_same(columns[place], columns[loss])]
     return tuple(dict.fromkeys(_named(place) for place in kept))
 
 
@@ -440,6 +445,12 @@ def _zeros(columns: Mapping[Place, Any], found: Mapping[Place, str], loss: Place
         # They may be the loss, whose autograd graph shows its weights.
         return ()
     return tuple(dict.fromkeys(_named(place) for place in places if _are_zero(columns[place])))
+
+
+def _are_same(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(values) == len(others) and all(
+        bool((torch.as_tensor(one) == torch.as_tensor(other)).all()) for one, other in zip(values, others, strict=True)
+    )
 
 
 def _are_zero(values: Sequence[Any]) -> bool:

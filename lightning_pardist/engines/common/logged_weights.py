@@ -19,7 +19,8 @@ from torch.autograd.graph import Node
 
 from lightning_pardist.compat.autograd_graph import inputs_of, kind_of
 from lightning_pardist.engines.common.batch_dim import ADDITIONS
-from lightning_pardist.engines.common.loss_terms import Term, as_counts, find_terms, has_several_counts, leading_mean
+from lightning_pardist.engines.common.loss_term import Term, as_counts, has_several_counts, leading_mean
+from lightning_pardist.engines.common.loss_terms import find_terms
 from lightning_pardist.engines.common.mean_counts import MeanCounts, MeanPart
 
 #: Linear operations, whose results are combined over ranks like their inputs.
@@ -43,10 +44,14 @@ class LoggedWeight(NamedTuple):
         return sum(float(part.value) for part in self.parts or (self.whole,))
 
 
-class NotedMeans:
-    """Notes the means of which a step's values consist, in the first step and as long as a logged value needs it.
+#: Number of steps that are noted in any case.
+_FIRST = 100
 
-    Noting takes up to 0.2 ms per step.
+
+class NotedMeans:
+    """Notes the means of which a step's values consist, in the first steps and from then on if a logged value needs it.
+
+    Noting takes up to 0.2 ms per step. Some values are logged in a few steps only.
 
     Args:
         enabled: Whether means may be noted at all.
@@ -54,9 +59,10 @@ class NotedMeans:
 
     def __init__(self, *, enabled: bool) -> None:
         self._counts = MeanCounts(sums=True) if enabled else None
-        #: Whether the next step is noted, and what the current one has shown: a value with several counts, one whose
-        #: graph does not show its count, and one of these whose count was noted.
-        self._notes = True
+        #: Whether the next step is noted, whether all are, and how many steps have been.
+        self._notes, self._always, self._num_steps = True, False, 0
+        #: What the current step has shown: a value with several counts, one whose graph does not show its count, and
+        #: one of these whose count was noted.
         self._several = self._unknown = self._counted = False
         #: Results of :meth:`summands_of` with what was noted, by its id: the same tuple if a value is logged twice.
         self._found: dict[int, tuple[tuple[MeanPart, ...], tuple[MeanPart, ...]]] = {}
@@ -103,7 +109,9 @@ class NotedMeans:
 
     def end(self) -> None:
         """End a step: the next one is noted if that may serve, or has served."""
-        self._notes = self._several or (self._counted if self._notes else self._unknown)
+        self._num_steps += 1
+        self._always |= self._counted
+        self._notes = self._several or self._always or (self._unknown and not self._notes) or self._num_steps < _FIRST
         if self._counts is not None:
             self._counts.follows_sums = self._several
             self._counts.forget()

@@ -21,12 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pardist.engines.common.combined_values import Combined, Value, ValueNames, ValueSlots
 from lightning_pardist.engines.common.devices import number_on
-from lightning_pardist.engines.common.loss_terms import Term
-from lightning_pardist.engines.common.mean_counts import MeanPart
-
-#: A float on the host, or a tensor of no dims on a device: the arithmetic below is that of both.
-Number = Any
+from lightning_pardist.engines.common.loss_term import Term
+from lightning_pardist.engines.common.numbers import Number, number_of, tensor_of, where
 
 #: Maximum number of means with their own counts in the message; further ones are weighted by samples.
 _MEANS = 24
@@ -34,30 +32,12 @@ _MEANS = 24
 _COUNTS, _SIZES = 31, 6
 #: Maximum number of terms whose counts are combined over the ranks that share a batch; those of further ones are kept.
 _TOGETHER = 128
-#: Maximum number of values other than losses in the message, including the summands of values.
-_VALUES = 16
 #: Number of header fields: participating ranks, ranks with a loss and (times _BASE) those whose counts have changed,
-#: ranks with terms, signature of the terms and its square, samples, signature of the values and its square, Python
-#: numbers that divide sums and their square, signature of the optimizers' settings and its square, signature of the
-#: values' summands and its square.
-_HEAD = 14
+#: ranks with terms, signature of the terms and its square, samples, Python numbers that divide sums and their square,
+#: signature of the optimizers' settings and its square, ranks with new names of values.
+_HEAD = 11
 #: Base to encode several numbers of ranks in one, for fewer ranks than this.
 _BASE = 2.0**16
-
-
-@dataclass(frozen=True)
-class Value:
-    """A number that each rank computed as a mean or sum over its own samples, to be combined across ranks.
-
-    Attributes:
-        name: Name, equal on all ranks.
-        whole: This rank's number.
-        parts: Its summands, if they have counts of their own.
-    """
-
-    name: str
-    whole: MeanPart
-    parts: tuple[MeanPart, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,21 +46,23 @@ class Balance:
 
     Attributes:
         factors: For each term, the factor on its gradient before the average over ranks; shape ``[terms]``.
-        values: For each value, that over the samples of all ranks; this rank's own if the ranks' values do not match.
+        values: For each value, that over the samples of all ranks that have it.
         agreed: Whether the losses of all ranks consist of the same terms, or of subsets of one rank's terms; no dims.
             Otherwise means are weighted by samples.
         totals: For each term that is a mean, the total count of all ranks; shape ``[terms]``.
         samples: Number of samples of all ranks; no dims.
+        present: Number of ranks whose batches count; no dims.
         same_numbers: Whether all ranks divide their sums by the same Python numbers, which were taken as constants; no
             dims.
         same_settings: Whether all ranks passed the same ``settings``; no dims.
     """
 
     factors: Tensor
-    values: Tensor
+    values: list[Combined]
     agreed: Tensor
     totals: Tensor
     samples: Tensor
+    present: Tensor
     same_numbers: Tensor
     same_settings: Tensor
 
@@ -103,7 +85,7 @@ class Exchange:
 
     Args:
         terms: Terms of this rank's loss.
-        values: Values to combine.
+        slots: Values to combine.
         own: The numbers that this rank sends.
         group: See :func:`begin_exchange`.
         device: Device of the message.
@@ -113,14 +95,14 @@ class Exchange:
     def __init__(
         self,
         terms: Sequence[Term],
-        values: Sequence[Value],
+        slots: ValueSlots,
         own: Sequence[Number],
         *,
         group: dist.ProcessGroup | None,
         device: torch.device,
         overlaps: bool,
     ) -> None:
-        self._terms, self._values, self._own, self._device = terms, values, own, device
+        self._terms, self._slots, self._own, self._device = terms, slots, own, device
         self._ranks = 1 if group is None else group.size()
         self._total = _message(own, device)
         self._work = None if group is None else dist.all_reduce(self._total, group=group, async_op=overlaps)
@@ -128,11 +110,15 @@ class Exchange:
 
     def result(self) -> Balance:
         """Return the factors and the combined values."""
-        return _balance(self._terms, self._values, self._own, self._sums(), self._ranks, self._device)
+        return _balance(self._terms, self._slots, self._own, self._sums(), self._ranks, self._device)
 
     def num_changed(self) -> Number:
         """Return the number of ranks that have sent that their counts changed."""
         return self._sums()[1] // _BASE
+
+    def has_new_names(self) -> bool:
+        """Return whether a rank has names of values that the others may not know."""
+        return bool(self._sums()[10] > 0)
 
     def same_settings(self) -> Any:
         """Return whether all ranks have sent the same ``settings``."""
@@ -166,7 +152,7 @@ def counts_of(terms: Sequence[Term], samples: float) -> Counts | None:
         return None
     if isinstance(term.surplus, Tensor) or term.surplus or term.added or term.is_zero or samples <= 0:
         return None
-    count = _number(term.count, torch.device("cpu"))
+    count = number_of(term.count, torch.device("cpu"))
     if term.kind == "mean" and not count > 0:
         return None
     return Counts(Term(term.kind, None, count, what=term.what), samples)  # type: ignore[arg-type]
@@ -213,7 +199,7 @@ def exchange(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Balance:
-    """Compute the factors for a loss' terms. Collective over ``group``: one all-reduce of a few hundred bytes.
+    """Compute the factors for a loss' terms. Collective over ``group``: one all-reduce of about 0.7 KB.
 
     See :func:`begin_exchange` for the arguments.
     """
@@ -229,6 +215,7 @@ def begin_exchange(
     samples: float,
     present: bool = True,
     values: Sequence[Value] = (),
+    names: ValueNames | None = None,
     settings: float = 0.0,
     changed: bool = True,
     overlaps: bool = False,
@@ -242,60 +229,29 @@ def begin_exchange(
         samples: Number of samples in this rank's batch.
         present: Whether this rank's batch counts at all.
         values: Further numbers to combine across ranks.
+        names: Their names that all ranks know; equal on all ranks.
         settings: A :func:`signature` of settings that should be equal on all ranks.
         changed: Whether this rank's counts may differ from those of its previous step.
         overlaps: Whether to return before the other ranks have sent their numbers.
         group: Ranks whose gradients are averaged; None for this rank alone.
         device: Device of the message.
     """
-    values = values[:_VALUES]
-    names = [f"{term.kind} {term.what}" for term in terms if term.kind not in ("constant", "sum") and not term.is_zero]
+    kinds = [f"{term.kind} {term.what}" for term in terms if term.kind not in ("constant", "sum") and not term.is_zero]
     # Of sums, ranks may have different numbers: one for each sample.
-    names += dict.fromkeys(f"sum {term.what}" for term in terms if term.kind == "sum")
-    mark, votes = signature(names), float(present and bool(names))
-    value_mark = signature([value.name for value in values])
+    kinds += dict.fromkeys(f"sum {term.what}" for term in terms if term.kind == "sum")
+    mark, votes = signature(kinds), float(present and bool(kinds))
     here, has_loss = float(present), float(present and bool(terms))
     head = [here, has_loss + _BASE * changed, votes, votes * mark, votes * mark**2, has_loss * samples]
     constants = dict.fromkeys(term.number for term in terms if term.kind == "sum")
     numbers = math.fsum(place * number for place, number in enumerate(constants, start=1))
-    head += [here * value_mark, here * value_mark**2, votes * numbers, votes * numbers**2]
-    head += [here * settings, here * settings**2]
-    summands = _summands(values)
-    part_mark = signature([f"{values[place].name} {len(values[place].parts)}" for place, _ in summands])
-    head += [here * part_mark, here * part_mark**2]
-    means = [*(value.whole for value in values), *(part for _, part in summands)]
-    weights = [_items(mean, device) * here for mean in means]
-    divisors = [_divisor(mean, device) * here for mean in means]
-    # A mean over no items is NaN.
-    parts = [
-        _where(divisor == 0, 0.0, divisor * _number(mean.value, device))
-        for divisor, mean in zip(divisors, means, strict=True)
-    ]
-    counts = [_number(count, device) * here for count in _table(terms)]
+    head += [votes * numbers, votes * numbers**2, here * settings, here * settings**2]
+    names = ValueNames() if names is None else names
+    slots = ValueSlots(values, names, present=present, device=device)
+    head += [float(names.has_new)]
+    counts = [number_of(count, device) * here for count in _table(terms)]
     makeup = [number * here for number in _makeup(terms, counts)]
-    own = [*head, *counts, *_padded(weights, _VALUES), *_padded(parts, _VALUES), *makeup]
-    return Exchange(terms, values, own, group=group, device=device, overlaps=overlaps)
-
-
-def _summands(values: Sequence[Value]) -> list[tuple[int, MeanPart]]:
-    """Return the summands of values that fit into the message, with the index of the first value that has them."""
-    found: list[tuple[int, MeanPart]] = []
-    for index, value in enumerate(values):
-        if len(values) + len(found) + len(value.parts) <= _VALUES and _first_with(values, value.parts) == index:
-            found += [(index, part) for part in value.parts]
-    return found
-
-
-def _first_with(values: Sequence[Value], parts: tuple[MeanPart, ...]) -> int:
-    return next(index for index, value in enumerate(values) if value.parts is parts)
-
-
-def _items(mean: MeanPart, device: torch.device) -> Number:
-    return _number(0.0 if mean.items is None else mean.items, device)
-
-
-def _divisor(mean: MeanPart, device: torch.device) -> Number:
-    return _items(mean, device) if mean.divisor is None else _number(mean.divisor, device)
+    own = [*head, *counts, *slots.message(), *makeup]
+    return Exchange(terms, slots, own, group=group, device=device, overlaps=overlaps)
 
 
 def _places(terms: Sequence[Term]) -> tuple[list[int], bool]:
@@ -492,27 +448,28 @@ def _zeros_at(
 
 def _balance(
     terms: Sequence[Term],
-    values: Sequence[Value],
+    slots: ValueSlots,
     own: Sequence[Number],
     total: Sequence[Number] | Tensor,
     ranks: int,
     device: torch.device,
 ) -> Balance:
     factors, totals, alike, agreed = _factors(terms, own, total, ranks, device)
-    same_numbers = abs(total[2] * total[9] - total[8] ** 2) <= 1e-9 * total[8] ** 2
+    same_numbers = abs(total[2] * total[7] - total[6] ** 2) <= 1e-9 * total[6] ** 2
     return Balance(
         _message(factors, device),
-        _message(_combined(values, own, total, device), device),
-        _tensor(agreed, device),
+        slots.combined(total[_HEAD + _COUNTS : _HEAD + _COUNTS + slots.length]),
+        tensor_of(agreed, device),
         _message(totals, device),
-        _tensor(total[5], device),
-        _tensor(alike, device).logical_not() | _tensor(same_numbers, device),
-        _tensor(_are_same_settings(total), device),
+        tensor_of(total[5], device),
+        tensor_of(total[0], device),
+        tensor_of(alike, device).logical_not() | tensor_of(same_numbers, device),
+        tensor_of(_are_same_settings(total), device),
     )
 
 
 def _are_same_settings(total: Sequence[Number] | Tensor) -> Any:
-    return total[0] * total[11] == total[10] ** 2
+    return total[0] * total[9] == total[8] ** 2
 
 
 def _factors(
@@ -522,7 +479,7 @@ def _factors(
     alike = total[2] * total[4] == total[3] ** 2
     # The count of a rank without a loss is unknown: all ranks are weighted equally, that rank with a loss of zero.
     complete = total[0] == total[1] % _BASE
-    by_samples = own[0] * _where(complete, _factor(own[5], total[5], ranks), 1.0)
+    by_samples = own[0] * where(complete, _factor(own[5], total[5], ranks), 1.0)
     agreed = alike if alike is True else alike | _is_nested(total)
     exact = agreed & complete
     places = iter(_places(terms)[0])
@@ -533,12 +490,12 @@ def _factors(
         place = next(places, None) if term.kind == "mean" else None
         if place is not None:
             divisor, counted = own[_HEAD + place] + term.added, total[_HEAD + place] + term.added
-            surplus = _number(term.surplus, device)
+            surplus = number_of(term.surplus, device)
             if isinstance(surplus, Tensor) or surplus > 0:
                 # A single process clamps the total count from below as well.
                 divisor = divisor + surplus
-                counted = _where(surplus > 0, _where(divisor > counted, divisor, counted), counted)
-            factor = _where(exact, own[0] * _factor(divisor, counted, ranks), by_samples)
+                counted = where(surplus > 0, where(divisor > counted, divisor, counted), counted)
+            factor = where(exact, own[0] * _factor(divisor, counted, ranks), by_samples)
         elif term.kind == "sum":
             factor = own[0] * ranks
         elif term.kind == "constant":
@@ -558,37 +515,9 @@ def _is_nested(total: Sequence[Number] | Tensor) -> Any:
     return nested
 
 
-def _combined(
-    values: Sequence[Value], own: Sequence[Number], total: Sequence[Number] | Tensor, device: torch.device
-) -> list[Number]:
-    """Return each value over the samples of all ranks."""
-    # If no rank's batch counts, or counts for a value, each rank keeps its own values.
-    alike = (total[0] > 0) & (total[0] * total[7] == total[6] ** 2)
-    parted = alike & (total[0] * total[13] == total[12] ** 2)
-
-    def mean_at(place: int, mean: MeanPart, kept: Number) -> Number:
-        divisor, clamped = total[place] + mean.added, _divisor(mean, device) * own[0]
-        # What clamps the divisor of a rank clamps that of all; a difference by rounding is none by a clamp.
-        surplus = clamped - _items(mean, device) - mean.added
-        divisor = _where((surplus > 1e-6 * abs(clamped)) & (clamped > divisor), clamped, divisor)
-        return _where(divisor != 0, total[place + _VALUES] / _where(divisor == 0, 1.0, divisor), kept)
-
-    sums: dict[int, Number] = {}
-    first = _HEAD + _COUNTS
-    for place, (index, summand) in enumerate(_summands(values), start=first + len(values)):
-        sums[index] = sums.get(index, 0.0) + mean_at(place, summand, 0.0)
-    found: list[Number] = []
-    for index, value in enumerate(values):
-        kept = _number(value.whole.value, device)
-        mean = _where(alike, mean_at(first + index, value.whole, kept), kept)
-        first_index = _first_with(values, value.parts)
-        found.append(_where(parted, sums[first_index], mean) if first_index in sums else mean)
-    return found
-
-
 def _factor(own: Number, total: Number, ranks: int) -> Number:
     # Exactly 1 if the ranks' counts are equal.
-    return _where(total > 0, own * ranks / _where(total > 0, total, 1.0), 1.0)
+    return where(total > 0, own * ranks / where(total > 0, total, 1.0), 1.0)
 
 
 def _positives(numbers: Any) -> Number:
@@ -600,30 +529,6 @@ def _last_positive(numbers: Any) -> Number:
     if isinstance(numbers, Tensor):
         return (torch.arange(len(numbers), device=numbers.device) * (numbers > 0)).max()
     return max((index for index, number in enumerate(numbers) if number > 0), default=0)
-
-
-def _where(condition: Any, yes: Number, no: Number) -> Number:
-    """Return ``yes`` if the condition holds, else ``no``, as :func:`torch.where` of numbers on the host as well."""
-    if isinstance(condition, Tensor):
-        return torch.where(condition, yes, no)
-    return yes if condition else no
-
-
-def _number(value: Number, device: torch.device) -> Number:
-    """Return a number in 64 bits, on the host if the device is the CPU, without synchronization."""
-    if not isinstance(value, Tensor):
-        return float(value)
-    return value.item() if device.type == "cpu" else value.detach().to(device, torch.float64).squeeze()
-
-
-def _tensor(value: Number | bool, device: torch.device) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    return torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else torch.float64, device=device)
-
-
-def _padded(numbers: Sequence[Number], length: int) -> list[Number]:
-    return [*numbers, *[0.0] * (length - len(numbers))]
 
 
 def _message(numbers: Sequence[Number], device: torch.device) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_pardist.engines.common.loss_terms import Term, find_terms
+from lightning_pardist.engines.common.loss_term import Term
+from lightning_pardist.engines.common.loss_terms import find_terms
 
 #: ``"auto"`` weights each mean in a loss by its own count, adds up sums, and weights other terms by samples;
 #: ``"tokens"`` weights the whole loss by the first count that depends on the data, ``"samples"`` by samples; ``"sum"``

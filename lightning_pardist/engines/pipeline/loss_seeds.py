@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pardist.engines.common.combined_values import Value
 from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_balance import (
-    Value,
     agreed_terms,
     exchange,
     scale_gradients,
@@ -35,7 +35,7 @@ from lightning_pardist.engines.common.loss_balance import (
 )
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_terms import Term, larger, weight_of
+from lightning_pardist.engines.common.loss_term import Term, larger, weight_of
 from lightning_pardist.engines.common.mean_counts import MeanPart
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch
 
@@ -300,7 +300,7 @@ class LossSeeds:
             group=self._group,
             device=self._device,
         )
-        several, ranks, marks, squares = balance.values
+        several, ranks, marks, squares = (self._number(each.value) for each in balance.values)
         self._agreed = balance.agreed & alike
         self._several = (several > 0) | (marks**2 != squares * ranks) | ~self._agreed
         counts = [self._number(term.divisor) for term in merged.values()]

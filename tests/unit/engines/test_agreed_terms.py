@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from lightning_pardist.engines.common.loss_balance import agreed_terms
-from lightning_pardist.engines.common.loss_terms import Term, find_terms
+from lightning_pardist.engines.common.loss_term import Term
+from lightning_pardist.engines.common.loss_terms import find_terms
 
 HOST = torch.device("cpu")
 
