@@ -64,6 +64,13 @@ class DataEngine(Protocol):
         """Synchronise the gradients that are not synchronised yet. Collective."""
         ...
 
+    def average_assigned(self, params: Iterable[nn.Parameter]) -> bool:
+        """Average gradients that user code has assigned without a backward, and return whether there were any.
+
+        Collective over the data axis if there are some.
+        """
+        ...
+
     def step_done(self) -> None:
         """Mark the end of the optimizer step."""
         ...

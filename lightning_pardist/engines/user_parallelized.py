@@ -217,6 +217,10 @@ class UserParallelizedEngine:
             for grad, piece in zip(chunk, flat.split([grad.numel() for grad in chunk]), strict=True):
                 grad.copy_(piece.view(grad.shape))
 
+    def average_assigned(self, params: Iterable[nn.Parameter]) -> bool:
+        """Return False: what a step assigns to the parameters that it has sharded is its own."""
+        return False
+
     def step_done(self) -> None:
         """Mark the end of the optimizer step: gradients count as not averaged from now on."""
         self._reduced = False

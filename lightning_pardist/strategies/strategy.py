@@ -741,13 +741,14 @@ class PardistStrategy(ParallelStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        completed = partial(self._completed, closure)
-        if calls_closure_again(plain_optimizer(optimizer)) and self.data_duties.loss_weights is not None:
+        completed, plain = partial(self._completed, closure), plain_optimizer(optimizer)
+        if calls_closure_again(plain) and self.data_duties.loss_weights is not None:
             completed = partial(self._with_loss_of_all, completed)
+        if self.data_engine is not None and self.data_duties.average_assigned(self.data_engine, plain):
+            self._gradients_reduced()
         output = super().optimizer_step(optimizer, completed, model, **kwargs)  # type: ignore[arg-type]
         if self.data_engine is not None:
             self.data_engine.step_done()
-        plain = plain_optimizer(optimizer)
         for axis in self.axes:
             axis.optimizer_stepped(plain)
         return output

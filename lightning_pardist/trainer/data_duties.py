@@ -13,13 +13,16 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pardist.axes.base import RunContext
 from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among, world_group
 from lightning_pardist.engines.common.eager_runs import eagerly
 from lightning_pardist.engines.common.sync_batchnorm import CurrentBatch
+from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.ddp import BufferSync
 from lightning_pardist.engines.ddp.set_parameters import SetParameters, cast_parameter, differing_values
+from lightning_pardist.engines.fsdp.fsdp_units import original_class
 from lightning_pardist.engines.pipeline import BatchCut
 from lightning_pardist.trainer.batch_figures import BatchFigures, figures_of_ranks
 from lightning_pardist.trainer.evaluated_means import EvaluatedMeans
@@ -74,7 +77,7 @@ class DataParallelDuties:
         self._batch_norms: WatchedBatchNorms | None = None
         self._mixing: SampleMixing | None = None
         self._means: EvaluatedMeans | None = None
-        self._has_warned = self._watches_parameters = self._is_first = False
+        self._has_warned = self._watches_parameters = self._is_first = self._has_told_of_assigned = False
         self._named_as_left: set[str] = set()
         #: Fingerprint of the random number state before hooks received the first batch.
         self._drawn_before: int | None = None
@@ -95,6 +98,29 @@ class DataParallelDuties:
         self._attached.attach(self.even_steps)
         if dims.batch_size > 1:
             self.context.batch_counts = partial(getattr, self.even_steps, "counts", None)
+
+    def average_assigned(self, engine: DataEngine, optimizer: Optimizer) -> bool:
+        """Average gradients that a step with manual optimization has assigned instead of running a backward.
+
+        Collective over the data axis if there are some.
+
+        Returns:
+            Whether there were any.
+        """
+        module = self.context.module
+        if module is None or module.automatic_optimization:
+            return False
+        if not engine.average_assigned(param for group in optimizer.param_groups for param in group["params"]):
+            return False
+        if not self._has_told_of_assigned:
+            self._has_told_of_assigned = True
+            rank_zero_warn(
+                f"{original_class(module).__name__}.training_step assigns gradients without a backward. They are"
+                " averaged over ranks with equal weights, which differs from a single process if the losses of ranks"
+                " count different numbers of items, or if the gradients are not linear in them."
+                " self.manual_backward(loss) weights them."
+            )
+        return True
 
     @staticmethod
     def _trains(trainer: pl.Trainer) -> bool:

@@ -187,3 +187,54 @@ def test_steps_that_ask_for_the_learning_rate(strategy, devices):
     wanted = _rates("auto", 1)
     for got in run_ranks(devices, _rates, strategy, devices):
         assert_close(got, wanted, rtol=1e-9)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """SAM around an optimizer with momentum, which shares its groups; its step cannot be without a closure."""
+
+    def __init__(self, params, base, **kwargs):
+        super().__init__(params, kwargs)
+        self.base = base(self.param_groups, **kwargs)
+        self.param_groups = self.base.param_groups
+
+    def _with_gradients(self):
+        return [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        norm = torch.stack([param.grad.norm() for param in self._with_gradients()]).norm()
+        for param in self._with_gradients():
+            self.state[param]["before"] = param.data.clone()
+            param.add_(param.grad * (0.05 / (norm + 1e-12)))
+        closure()
+        for param in self._with_gradients():
+            param.data = self.state[param]["before"]
+        self.base.step()
+        return loss
+
+
+class Sharp(ReadsRates):
+    def training_step(self, batch, batch_idx):
+        return self.note(F.mse_loss(self.layers(batch[0].to(self.dtype)), batch[1].to(self.dtype)))
+
+    def configure_optimizers(self):
+        return SharpnessAware(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def _sharp(strategy="auto", devices=1):
+    torch.manual_seed(3)
+    module = Sharp()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2, use_distributed_sampler=False)
+    trainer.fit(module, datamodule=Data(module.dataset(BATCH * STEPS)))
+    return snapshot(module)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["pardist_zero3", "pardist_pp", pytest.param("pardist_tp", marks=pytest.mark.slow)]
+)
+def test_optimizers_around_others_that_call_the_closure_again(strategy):
+    want = _sharp()
+    for weights in run_ranks(2, _sharp, strategy, 2):
+        assert_close(weights, want)

@@ -21,7 +21,7 @@ from lightning_pardist.engines.common.full_tensor_updates import (
 )
 from lightning_pardist.engines.common.owner_plan import Kind
 from lightning_pardist.engines.common.owner_updates import OwnerUpdates
-from lightning_pardist.engines.common.update_scope import FoundScope
+from lightning_pardist.engines.common.update_scope import FoundScope, inner_optimizers
 from lightning_pardist.engines.offload import HostedState
 
 
@@ -160,11 +160,13 @@ class JointUpdates(FullTensorUpdates):
             (twin if back else params[number]): (params[number] if back else twin)
             for number, twin in self._twins.items()
         }
-        for group in optimizer.param_groups:
-            group["params"][:] = [names.get(param, param) for param in group["params"]]
-        state = {names.get(param, param): values for param, values in optimizer.state.items()}
-        optimizer.state.clear()
-        optimizer.state.update(state)
+        # Inner optimizers, as that of SAM, may share the groups, and have state of their own.
+        for each in (optimizer, *inner_optimizers(optimizer)):
+            for group in each.param_groups:
+                group["params"][:] = [names.get(param, param) for param in group["params"]]
+            state = {names.get(param, param): values for param, values in each.state.items()}
+            each.state.clear()
+            each.state.update(state)
 
 
 def step_on_full_tensors(

@@ -135,10 +135,44 @@ def _probe_scope(optimizer: Optimizer, form: Form) -> FoundScope:
                 ) from None
 
 
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that an optimizer holds as attributes, and those in them, as those of SAM or Lookahead."""
+    found, waiting = [optimizer], [optimizer]
+    while waiting:
+        for each in vars(waiting.pop()).values():
+            if isinstance(each, Optimizer) and not any(each is known for known in found):
+                found.append(each)
+                waiting.append(each)
+    return found[1:]
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether a step fails without a closure, though its signature has a default, and calls one again."""
+    if "closure" not in inspect.signature(type(optimizer).step).parameters:
+        return False
+    calls: list[Tensor] = []
+
+    def closure() -> Tensor:
+        calls.append(torch.ones(()))
+        return calls[-1]
+
+    with _same_random_state():
+        start, grads = _example(optimizer)
+        try:
+            _stepped(optimizer, start, grads[:1])
+        except Exception:
+            try:
+                _stepped(optimizer, start, grads[:1], closure=closure)
+            except Exception:
+                return False
+            return len(calls) > 1
+    return False
+
+
 def _probe_without_collectives(optimizer: Optimizer, form: Form) -> FoundScope:
     if is_elementwise(optimizer, form=form):
         return FoundScope("elementwise")
-    if calls_closure_again(optimizer):
+    if calls_closure_again(optimizer) or _needs_closure(optimizer):
         # The closure reruns forward and backward, which use all parameters.
         return FoundScope("joint")
     with _same_random_state() as draws:
@@ -207,17 +241,24 @@ def _values(stepped: Optimizer) -> Values:
     return [[param.detach() for param in group["params"]] for group in stepped.param_groups]
 
 
-def _stepped(optimizer: Optimizer, start: Values, grads: Sequence[Values], *, rounds: bool = False) -> Optimizer:
+def _stepped(
+    optimizer: Optimizer,
+    start: Values,
+    grads: Sequence[Values],
+    *,
+    rounds: bool = False,
+    closure: Callable[[], Tensor] | None = None,
+) -> Optimizer:
     """Step a copy of the optimizer on other parameters; with ``rounds``, one parameter at a time."""
     clone = copy_of_groups(optimizer, trial_settings(optimizer), start)
     groups = [list(group["params"]) for group in clone.param_groups]
-    step = own_step(clone)
+    step: Callable[..., Any] = own_step(clone)
     for step_grads in grads:
         for params, values in zip(groups, step_grads, strict=True):
             for param, grad in zip(params, values, strict=True):
                 param.grad = grad.clone()
         if not rounds:
-            step(clone)
+            step(clone) if closure is None else step(clone, closure)
             continue
         settings, shared = group_settings(clone), copy.deepcopy(shared_state(clone))
         for index, params in enumerate(groups):

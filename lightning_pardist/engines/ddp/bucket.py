@@ -59,6 +59,11 @@ class Bucket:
         """Whether any of the parameters requires a gradient at this moment."""
         return any(param.requires_grad for param in self.params)
 
+    def is_in_place(self, index: int) -> bool:
+        """Return whether parameter ``index``'s gradient is in the bucket, not a tensor that was assigned to it."""
+        grad = self.params[index].grad
+        return grad is not None and local_shard(grad) is self.views[index]
+
     def adopt(self, index: int, scale: float) -> None:
         """Copy parameter ``index``'s gradient, times ``scale``, into the buffer, and set ``grad`` to its view.
 

@@ -31,6 +31,7 @@ from lightning_pardist.compat.autograd import after_backward, current_backward
 from lightning_pardist.compat.tensors import accumulation_hooks_of, gradient_hooks_of
 from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
 from lightning_pardist.engines.ddp.bucket import Bucket, partition
+from lightning_pardist.engines.ddp.buffers import average_tensors
 from lightning_pardist.engines.ddp.sparse import reduce_sparse, sparse_parameters
 from lightning_pardist.engines.ddp.transport import AllReduce, Transport
 from lightning_pardist.local_tensors import local_shard
@@ -183,6 +184,32 @@ class GradientReducer:
         self._abandon()
         if self._order is not None:
             self._rebuild(self._order)
+
+    def average_assigned(self, params: Iterable[nn.Parameter]) -> bool:
+        """Average gradients that were assigned to parameters, without a backward since the last step.
+
+        Collective over the group, which must have assigned those of the same parameters.
+
+        Args:
+            params: Parameters of the next step.
+
+        Returns:
+            Whether there were any.
+        """
+        if not self.enabled or self.is_reduced:
+            return False
+        self._add_new_parameters()
+        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for param in params:
+            bucket, index = self._slots.get(param, (None, 0))
+            if bucket is None or param.grad is None or bucket.is_in_place(index):
+                continue
+            # A copy: the tensor may be the user's own.
+            param.grad = param.grad.detach().clone()
+            by_group.setdefault(self.transport.group_of(param), []).append(param.grad)
+        for group, grads in by_group.items():
+            average_tensors(grads, group=group)
+        return bool(by_group)
 
     def step_done(self) -> None:
         """Reset :attr:`is_reduced` after an optimizer step: the next step's gradients are not averaged yet."""

@@ -137,6 +137,10 @@ class ShardedDataEngine:
         self.sharded.join()
         self._is_reduced = True
 
+    def average_assigned(self, params: Iterable[nn.Parameter]) -> bool:
+        """Return False: a gradient that a step assigns does not fit a shard, which torch refuses."""
+        return False
+
     def step_done(self) -> None:
         """Record that the optimizer has stepped."""
         self._is_reduced = False

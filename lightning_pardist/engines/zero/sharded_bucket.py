@@ -383,7 +383,7 @@ class ShardedBucket(Bucket):
         """Drop the reduced gradient of parameter ``index``. Not collective."""
         param, lazy = self.params[index], self._lazy[index]
         if lazy is not None:
-            if self._is_in_place(index):
+            if self.is_in_place(index):
                 param.grad = None
             lazy.source = self._lazy[index] = None
         self._held[index] = self._shown[index] = False
@@ -421,7 +421,7 @@ class ShardedBucket(Bucket):
         for index, param in enumerate(self.params):
             grad = param.grad
             if self._shown[index]:
-                if self._is_in_place(index):
+                if self.is_in_place(index):
                     self._write_back_gathered(index)
                 elif grad is None:
                     self.drop(index)
@@ -483,7 +483,8 @@ class ShardedBucket(Bucket):
             lazy = self._lazy[index] = LazyGradient(local_shard(param), self, index)
         param.grad, self._shown[index] = wrap_like(lazy, param), True
 
-    def _is_in_place(self, index: int) -> bool:
+    @override
+    def is_in_place(self, index: int) -> bool:
         grad = self.params[index].grad
         return grad is not None and local_shard(grad) is self._lazy[index]
 
@@ -508,7 +509,7 @@ class ShardedBucket(Bucket):
         param = self.params[index]
         if lazy.is_replaced:
             self._write_back_gathered(index)
-        elif self._is_in_place(index):
+        elif self.is_in_place(index):
             self._write_back_gathered(index)
             param.grad = None if lazy.added is None else wrap_like(lazy.added, param)
         else:

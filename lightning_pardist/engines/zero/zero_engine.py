@@ -192,6 +192,10 @@ class ZeroEngine:
         with self._gradients_hidden(), self.reducer.defer_reduction():
             yield
 
+    def average_assigned(self, params: Iterable[nn.Parameter]) -> bool:
+        """Average gradients that were assigned without a backward. Collective over the group."""
+        return self.reducer.average_assigned(params)
+
     def step_done(self) -> None:
         """Record that the optimizer has stepped."""
         self.reducer.step_done()
