@@ -23,6 +23,14 @@ def local_shard(tensor: Tensor) -> Tensor:
     return local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def whole_number(value: Any) -> Any:
+    """Return what user code logs, a number that it computed from sharded tensors as a plain tensor.
+
+    Collective over the tensor's ranks if the value is a DTensor.
+    """
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def distinct_elements(tensor: Tensor) -> Tensor:
     """Return a view of a tensor in which no element of its memory occurs twice: expanded dims have size 1."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):

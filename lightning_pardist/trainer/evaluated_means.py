@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.patches import original_reductions
 from lightning_pardist.engines.common.mean_counts import MeanCounts, MeanPart
+from lightning_pardist.local_tensors import whole_number
 from lightning_pardist.trainer.patch_stack import OwnMethod, Patch, PatchStack
 
 #: Batches of a value whose numbers stay on the device; reading them synchronises.
@@ -162,6 +163,7 @@ class EvaluatedMeans:
         # Not a bound method: deep copies of the module (weight averaging) would copy the Trainer with it.
         @wraps(log)
         def noting(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            value = whole_number(value)
             if not self._trainer.evaluating:
                 log(name, value, *args, **kwargs)
                 return

@@ -44,6 +44,7 @@ from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.fsdp.fsdp_units import original_class
 from lightning_pardist.engines.pipeline import find_loss
 from lightning_pardist.engines.pipeline.cut import BatchCut
+from lightning_pardist.local_tensors import whole_number
 from lightning_pardist.trainer.patch_stack import OwnMethod, Patch, PatchStack
 from lightning_pardist.trainer.steady_counts import SteadyCounts
 
@@ -467,6 +468,7 @@ class LossWeights:
         # Not a bound method: deep copies of the module (weight averaging) would copy the Trainer with it.
         @wraps(log)
         def noting(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            value = whole_number(value)
             if self._logged is None:
                 if self._counts or not self._trainer.training:
                     log(name, value, *args, **kwargs)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pardist import ContextParallelStrategy, HybridStrategy, TensorParallelStrategy
 from lightning_pardist.axes.pipeline.hooks import hook_warnings
@@ -109,6 +109,58 @@ def test_what_hooks_do_not_do_in_a_pipeline_is_told():
     inside = list(hook_warnings(module, ["blocks.1.up", "head"], 1))
     assert len(inside) == 2
     assert not list(hook_warnings(pl.LightningModule(), [], 4))
+
+
+def _zeroed(grad):
+    grad = grad.clone()
+    grad[2] = 0
+    return grad
+
+
+_MASK = torch.ones(8, 4, dtype=torch.float64).tril()
+_HOOKS = {
+    "times a mask": lambda grad: grad * _MASK,
+    "filled": lambda grad: grad.masked_fill(_MASK == 0, 0.0),
+    "a row is zero": _zeroed,
+    "over its norm": lambda grad: grad / (grad.norm() + 1e-3),
+    "a sum with a mask": lambda grad: torch.where(_MASK > 0, grad, 0.1 * _MASK),
+}
+
+
+class Masked(pl.LightningModule):
+    """Changes gradients of all of its split matrices, each by its own hook."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in _HOOKS)
+
+    def on_fit_start(self):
+        for layer, hook in zip(self.layers, _HOOKS.values(), strict=True):
+            layer[0].weight.register_hook(hook)
+
+    def training_step(self, batch, batch_idx):
+        hidden = batch[0]
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _masked(strategy="auto", devices=1):
+    module = Masked()
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    trainer = quiet_trainer(strategy=strategy, devices=devices, precision="64-true")
+    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=4))
+    return snapshot(module)
+
+
+def test_gradients_changed_by_whole_masks():
+    want = _masked()
+    for weights in run_ranks(2, _masked, "pardist_tp", 2):
+        assert_close(weights, want, rtol=1e-9)
 
 
 class ByHand(pl.LightningModule):

@@ -174,6 +174,47 @@ def test_values_that_some_ranks_log_and_many_values():
         assert got_seen == [pytest.approx(each, rel=1e-12) for each in seen]
 
 
+class LogsWeights(pl.LightningModule):
+    """Logs norms of weights, which are sharded, from hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.layer(batch[0]).mean())
+
+    def on_train_epoch_end(self):
+        self.log("trained", self.layer.weight.norm())
+
+    def on_validation_batch_end(self, *unused):
+        self.log("batch", self.layer.weight.norm())
+
+    def on_validation_epoch_end(self):
+        self.log("epoch", self.layer.weight.abs().max())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _log_weights(strategy="pardist_zero3", devices=2):
+    torch.manual_seed(11)
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, max_epochs=2)
+    trainer.fit(LogsWeights(), datamodule=Both(points(BATCH * 4)))
+    assert all(type(value) is torch.Tensor for value in trainer.callback_metrics.values())
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def test_values_of_sharded_parameters():
+    want = _log_weights("auto", 1)
+    assert {"trained", "batch", "epoch"} < set(want)
+    for got in run_ranks(2, _log_weights):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
 class DifferentKeys(Logs):
     """Ranks log different keys in different orders (Lightning would mix up their values)."""
 

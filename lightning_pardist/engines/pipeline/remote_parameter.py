@@ -45,6 +45,22 @@ class _Remote(Tensor):
 
     _pardist_what: str
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Remote:
+        """Return another placeholder: user code copies state dicts to remember the best weights."""
+        return self.detach()  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be saved: the file would lack the values.
+
+        Raises:
+            CannotPipelineError: Always.
+        """
+        raise CannotPipelineError(
+            f"To save this needs the values of {self._pardist_what}, but outside of steps each rank has only the"
+            " parameters of its own stages. Use trainer.save_checkpoint on all ranks, which saves those of all stages.",
+            ("pardist_ddp", "pardist_zero1", "pardist_zero2"),
+        )
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,6 +112,14 @@ class RemoteParameter(nn.Parameter):
         return made
 
     __torch_function__ = _Remote.__torch_function__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be pickled with its module, as a placeholder."""
+        return _rebuilt, (tuple(self.shape), self.dtype, self.requires_grad, self._pardist_what)
+
+
+def _rebuilt(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, what: str) -> RemoteParameter:
+    return RemoteParameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad, what=what)
 
 
 def _writes(func: Callable[..., Any]) -> bool:

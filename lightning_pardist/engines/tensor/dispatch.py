@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -46,6 +46,7 @@ from lightning_pardist.engines.tensor.calls import (
     map_only,
     plain_name,
 )
+from lightning_pardist.engines.tensor.gradient_hooks import shard_results_of_hooks
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
 from lightning_pardist.engines.tensor.nested import NestedGroup
 from lightning_pardist.engines.tensor.regions import PlainFunction, TensorGroup
@@ -341,6 +342,7 @@ class TensorRuntime:
             return self._of_functions[id(parameter)][1]
         if any(placement.is_partial() for placement in parameter.placements):
             return parameter.full_tensor()
+        shard_results_of_hooks(parameter, self._close)
         if parameter.device_mesh.ndim > 1:
             parameter = _gathered(parameter)
         layout = from_placement(parameter.placements[-1], parameter.ndim)
@@ -351,19 +353,35 @@ class TensorRuntime:
         return local if layout is None else self.kind(local, layout, self)
 
     def _on_parameters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leave in-place changes and properties of parameters to DTensor."""
+        """Leave in-place changes and properties of parameters to DTensor.
 
-        def close(tensor: PartedTensor) -> DTensor:
-            placement = to_placement(tensor.split_layout)
-            return DTensor.from_local(
-                tensor.local, self.group.mesh, [placement], run_check=False, shape=tensor.shape, stride=_strides(tensor)
-            )
-
-        args, kwargs = map_only(self.kind, close, (args, kwargs))
-        if plain_name(func)[0] == "set:data":
+        Collective over the group for an in-place change that DTensor lacks (``weight[2] = 0``): it runs on the whole
+        tensor.
+        """
+        args, kwargs = map_only(self.kind, self._close, (args, kwargs))
+        name, inplace = plain_name(func)
+        if name == "set:data":
             with below_torch_functions():
                 return assign(*args)
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError:
+            if not inplace and name != "setitem":
+                raise
+        parameter, (args, kwargs) = args[0], map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
+        result = func(*args, **kwargs)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        local_tensor_of(parameter).copy_(
+            local_tensor_of(distribute_tensor(args[0], mesh, placements, src_data_rank=None))
+        )
+        return None if result is None else parameter
+
+    def _close(self, tensor: PartedTensor) -> DTensor:
+        """Return a split tensor as a DTensor."""
+        placement = to_placement(tensor.split_layout)
+        return DTensor.from_local(
+            tensor.local, self.group.mesh, [placement], run_check=False, shape=tensor.shape, stride=_strides(tensor)
+        )
 
     def _run_on_shards(
         self, func: Callable[..., Any], name: str, inplace: bool, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -47,6 +47,7 @@ WRONG: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "nonzero": lambda here, there: there.nonzero(),
     "unique": lambda here, there: there.unique(),
     "mask": lambda here, there: there[there > 0],
+    "saved": lambda here, there: pickle.dumps({"weight": there.detach()}),
 }
 
 
@@ -68,6 +69,13 @@ def test_what_comes_to_nothing_here_is_done_where_the_parameter_is() -> None:
     assert isinstance(there, nn.Parameter)
     assert (there.shape, there.numel(), there.is_leaf, there.requires_grad) == ((3, 4), 12, True, True)
     assert "RemoteParameter" in repr(there)
+
+
+def test_state_dicts_with_stand_ins_are_copied() -> None:
+    copied = copy.deepcopy(nn.ParameterList(_pair()).state_dict())
+    assert torch.equal(copied["0"], torch.ones(3, 4))
+    with pytest.raises(CannotPipelineError, match=r"'layer\.weight'"):
+        copied["1"].sum().item()
 
 
 def test_modules_with_stand_ins_are_copied_moved_and_optimized() -> None:
