@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.checkpoint.tensors import Slots
 from lightning_pardist.engines.common.gradient_math import Counts
+
+#: What :meth:`DataEngine.average_assigned` has found: whether ranks had assigned gradients, and equal ones.
+Assigned = Literal["none", "alike", "different"]
 
 
 class MicrobatchContext(Protocol):
@@ -64,10 +67,12 @@ class DataEngine(Protocol):
         """Synchronise the gradients that are not synchronised yet. Collective."""
         ...
 
-    def average_assigned(self, params: Iterable[nn.Parameter]) -> bool:
-        """Average gradients that user code has assigned without a backward, and return whether there were any.
+    def average_assigned(self, params: Iterable[nn.Parameter], weight: float) -> Assigned:
+        """Average gradients that user code has assigned. Collective over the data axis if there are some.
 
-        Collective over the data axis if there are some.
+        Args:
+            params: Parameters of the next step.
+            weight: Weight of this rank's gradients.
         """
         ...
 

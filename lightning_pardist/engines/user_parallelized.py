@@ -31,6 +31,7 @@ from lightning_pardist.collectives import table_device
 from lightning_pardist.compat.fsdp2 import states_in
 from lightning_pardist.compat.tensors import gradient_hooks_of
 from lightning_pardist.engines.common.gradient_math import Counts
+from lightning_pardist.engines.data_engine import Assigned
 from lightning_pardist.engines.ddp.buffers import broadcast_tensors
 from lightning_pardist.local_tensors import local_shard
 
@@ -217,9 +218,9 @@ class UserParallelizedEngine:
             for grad, piece in zip(chunk, flat.split([grad.numel() for grad in chunk]), strict=True):
                 grad.copy_(piece.view(grad.shape))
 
-    def average_assigned(self, params: Iterable[nn.Parameter]) -> bool:
-        """Return False: what a step assigns to the parameters that it has sharded is its own."""
-        return False
+    def average_assigned(self, params: Iterable[nn.Parameter], weight: float) -> Assigned:
+        """Return "none": what a step assigns to parameters that the module has sharded is left alone."""
+        return "none"
 
     def step_done(self) -> None:
         """Mark the end of the optimizer step: gradients count as not averaged from now on."""

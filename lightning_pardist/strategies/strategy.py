@@ -741,11 +741,11 @@ class PardistStrategy(ParallelStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        completed, plain = partial(self._completed, closure), plain_optimizer(optimizer)
+        plain = plain_optimizer(optimizer)
+        completed = partial(self._completed, closure, plain)
         if calls_closure_again(plain) and self.data_duties.loss_weights is not None:
             completed = partial(self._with_loss_of_all, completed)
-        if self.data_engine is not None and self.data_duties.average_assigned(self.data_engine, plain):
-            self._gradients_reduced()
+        self._average_assigned(plain)
         output = super().optimizer_step(optimizer, completed, model, **kwargs)  # type: ignore[arg-type]
         if self.data_engine is not None:
             self.data_engine.step_done()
@@ -760,11 +760,18 @@ class PardistStrategy(ParallelStrategy):
             return result
         return weights.combined_loss(None if result is None else torch.as_tensor(result, device=self.root_device))
 
-    def _completed(self, closure: Callable[[], Any]) -> Any:
+    def _average_assigned(self, optimizer: Optimizer) -> None:
+        if self.data_engine is not None and self.data_duties.average_assigned(self.data_engine, optimizer):
+            self._gradients_reduced()
+
+    def _completed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         """Run a step's closure; if ``training_step`` returned None on this rank, join the gradient reduction."""
         result = closure()
         module, engine = self.lightning_module, self.data_engine
-        if engine is None or module is None or not module.automatic_optimization:
+        if engine is None or module is None:
+            return result
+        if not module.automatic_optimization:
+            self._average_assigned(optimizer)
             return result
         late = not engine.is_reduced
         if late:

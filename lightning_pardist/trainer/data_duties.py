@@ -110,17 +110,17 @@ class DataParallelDuties:
         module = self.context.module
         if module is None or module.automatic_optimization:
             return False
-        if not engine.average_assigned(param for group in optimizer.param_groups for param in group["params"]):
-            return False
-        if not self._has_told_of_assigned:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        found = engine.average_assigned(params, 1.0 if self.loss_weights is None else self.loss_weights.batch_weight)
+        if found == "different" and not self._has_told_of_assigned:
             self._has_told_of_assigned = True
             rank_zero_warn(
-                f"{original_class(module).__name__}.training_step assigns gradients without a backward. They are"
-                " averaged over ranks with equal weights, which differs from a single process if the losses of ranks"
-                " count different numbers of items, or if the gradients are not linear in them."
-                " self.manual_backward(loss) weights them."
+                f"{original_class(module).__name__}.training_step assigns gradients that differ between ranks. They are"
+                " averaged, weighted by samples, which differs from a single process if the losses count something"
+                " else, such as tokens, or if the gradients are not linear in the losses. self.manual_backward(loss)"
+                " weights them by what each loss counts."
             )
-        return True
+        return found != "none"
 
     @staticmethod
     def _trains(trainer: pl.Trainer) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -139,6 +139,7 @@ class _Step:
         entries: Logged values that are combined.
         noted: All logged values.
         names: Names of values that all ranks know.
+        begin: Begins the exchange again.
     """
 
     exchange: Exchange
@@ -149,6 +150,7 @@ class _Step:
     entries: list[tuple[_Logged, Value]]
     noted: list[_Logged]
     names: ValueNames
+    begin: Callable[[], Exchange]
 
 
 class LossWeights:
@@ -257,6 +259,13 @@ class LossWeights:
         self._losses, self._known = [], {}
         return output
 
+    @property
+    def batch_weight(self) -> float:
+        """Weight of gradients whose losses are not known: this rank's samples; 0 if its batch does not count."""
+        if not self._counts:
+            return 0.0
+        return 1.0 if self._setting == "ranks" else float(BatchCut().samples_of(self._batch) or 1)
+
     def _settle_without_backward(self) -> None:
         """Wait for the exchange of a step that had no backward. Its logged values may have been reset by now."""
         if self._step is not None:
@@ -279,7 +288,7 @@ class LossWeights:
 
     def after_backward(self) -> float:
         """Return the factor by which the reduced gradients are multiplied. Waits for the other ranks of the group."""
-        step = self._step
+        step = None if self._step is None else self._with_known_names(self._step)
         if step is not None and not step.entries and self._is_unchanged(step):
             self._step, self._own = None, self._own_before
         elif step is not None:
@@ -345,7 +354,7 @@ class LossWeights:
             names.learn(group)
             begun = begin()
         self._has_loss = loss is not None or not self._has_no_count
-        self._step = _Step(begun, changed, loss, terms, size, entries, noted, names)
+        self._step = _Step(begun, changed, loss, terms, size, entries, noted, names, begin)
         if self._steady.known is None:
             self._finish(self._step)
 
@@ -411,6 +420,18 @@ class LossWeights:
         """Return whether a rank has logged names that others may not know. On an accelerator, only some steps look."""
         looks = self._device.type == "cpu" or self._weighed % _LOOK_EVERY == 0
         return looks and exchange.has_new_names()
+
+    def _with_known_names(self, step: _Step) -> _Step:
+        """Tell other ranks new names of values: at once if all of them wait after backward, else before the next step.
+
+        Collective over the group if a rank has new names.
+        """
+        step.names.is_due = self._has_new_names(step.exchange)
+        if not step.names.is_due or self._device.type != "cpu" or step.exchange.num_changed():
+            return step
+        self._before()
+        step.names.learn(self._group())
+        return replace(step, exchange=step.begin())
 
     def _have_same_numbers(self, terms: list[Term]) -> bool:
         """Return whether all ranks divide their sums by the same numbers. Collective over the group."""
@@ -534,7 +555,7 @@ class LossWeights:
                 # A single process weighs a value by all samples of the batch, including those of ranks without it.
                 samples = where(some, found.samples / combined.ranks, samples)
                 item.cumulated_batch_size = entry.samples_before + samples
-            item.value = _before(entry, item) + value * samples
+            item.value = (_before(entry, item) + value * samples).to(value)
         else:
             item.value = value
 

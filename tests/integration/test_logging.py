@@ -174,6 +174,35 @@ def test_values_that_some_ranks_log_and_many_values():
         assert got_seen == [pytest.approx(each, rel=1e-12) for each in seen]
 
 
+class LateOnOneRank(pl.LightningModule):
+    """Logs nothing but a value of the last rank, when backward no longer waits for the counts of other ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self.layer(batch[0]), batch[1])
+        if batch_idx >= 5 and self.global_rank == 1:
+            self.log("late", loss.detach(), on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _log_late():
+    trainer = quiet_trainer(strategy="pardist_ddp", devices=2, use_distributed_sampler=False)
+    trainer.fit(LateOnOneRank(), datamodule=Data(points(BATCH * 10)))
+    return trainer.callback_metrics["late"].dtype, float(trainer.callback_metrics["late"])
+
+
+def test_a_value_that_one_rank_begins_to_log_later():
+    first, second = run_ranks(2, _log_late)
+    assert first == second
+    assert first[0] is torch.float32
+
+
 class LogsWeights(pl.LightningModule):
     """Logs norms of weights, which are sharded, from hooks."""
 

@@ -442,6 +442,29 @@ class SetsGradients(Manual):
         self.note(loss)
 
 
+class SetsSomeGradients(Manual):
+    """Sets gradients of one layer in the closure of its optimizer, after the other layer's came from a backward."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        first, second = self.optimizers()
+        first.zero_grad()
+        loss = F.mse_loss(self(x), y)
+        self.manual_backward(loss, retain_graph=True)
+
+        def closure():
+            params = list(self.second.parameters())
+            for param, gradient in zip(params, torch.autograd.grad(loss, params), strict=True):
+                param.grad = gradient
+
+        second.step(closure)
+        first.step()
+        self.note(loss)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.first, self.second)]
+
+
 class FreezeByHand(Plain):
     def on_train_batch_start(self, batch, batch_idx):
         self.first.requires_grad_(batch_idx >= 2)
@@ -550,6 +573,7 @@ CASES = {
     "drops_by_hand": (DropsByHand, {}, {}),
     "sharpness": (Sharpness, {}, {}),
     "sets_gradients": (SetsGradients, {}, {}),
+    "sets_some_gradients": (SetsSomeGradients, {}, {}),
     "changes_gradients": (ChangesGradients, {}, {"max_epochs": 2}),
     "changes_and_accumulates": (ChangesGradients, {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}),
     "manual_changes": (ManualChanges, {}, {}),
@@ -618,6 +642,7 @@ REFUSED = {
     "manual_changes": {"pardist_zero3": "reads or changes the gradient of"},
     "sharpness": {"pardist_zero3": "reads or changes the gradient of"},
     "sets_gradients": {"pardist_zero3": "the step sets the gradient of"},
+    "sets_some_gradients": {"pardist_zero3": "the step sets the gradient of"},
     "sparse": {"pardist_zero1": "SparseAdam", "pardist_zero2": "SparseAdam", "pardist_zero3": "SparseAdam"},
 }
 

@@ -179,13 +179,25 @@ def agreed_terms(terms: list[Term], agree: Callable[[Tensor], Tensor] | None, de
     counts = [number_on(device, term.count, torch.float64) for term in shared]
     size, none = (number_on(device, number, torch.float64) for number in (float(len(terms)), 0.0))
     by_name = [number_on(device, count, torch.float64) for count in _table(terms)]
-    message = agree(torch.stack([size, -size, *by_name, *counts, *[none] * (_TOGETHER - len(counts))]))
-    same_size, (named, largest) = message[0] == -message[1], message[2:].split([_COUNTS, _TOGETHER])
-    places = iter(_places(terms)[0])
+    padding, table = [none] * (_TOGETHER - len(counts)), _places(terms)[0]
+    # Of a slot that no rank or only some use, the largest mark and the largest negative one.
+    marks = torch.full((2, _COUNTS), -math.inf, dtype=torch.float64)
+    names = [term.what for term in terms if term.kind == "mean"]
+    for slot, name in zip(table, names, strict=False):
+        marks[0, slot], marks[1, slot] = signature([name]), -signature([name])
+    marks = marks.to(device, non_blocking=True)
+    message = agree(torch.cat([torch.stack([size, -size, *by_name, *counts, *padding]), marks.flatten()]))
+    same_size, (named, largest, most, least) = (
+        message[0] == -message[1],
+        message[2:].split([_COUNTS, _TOGETHER, _COUNTS, _COUNTS]),
+    )
+    is_alike = most == -least
+    places = iter(table)
     found = []
-    for term, own, most in zip(shared, counts, largest.unbind(), strict=False):
+    for term, own, count in zip(shared, counts, largest.unbind(), strict=False):
         place = next(places, None) if term.kind == "mean" else None
-        found.append(replace(term, count=torch.where(same_size, most, own if place is None else named[place])))
+        other = own if place is None else torch.where(is_alike[place], named[place], own)
+        found.append(replace(term, count=torch.where(same_size, count, other)))
     return [*found, *terms[_TOGETHER:]]
 
 

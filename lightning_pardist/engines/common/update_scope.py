@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,11 +136,16 @@ def _probe_scope(optimizer: Optimizer, form: Form) -> FoundScope:
                 ) from None
 
 
+_SEVERAL = (list, tuple, dict)
+
+
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that an optimizer holds as attributes, and those in them, as those of SAM or Lookahead."""
+    """Return the optimizers that an optimizer holds in attributes, and those in them, as those of SAM or Lookahead."""
     found, waiting = [optimizer], [optimizer]
     while waiting:
-        for each in vars(waiting.pop()).values():
+        held = vars(waiting.pop()).values()
+        several = [each.values() if isinstance(each, dict) else each for each in held if isinstance(each, _SEVERAL)]
+        for each in (*held, *itertools.chain.from_iterable(several)):
             if isinstance(each, Optimizer) and not any(each is known for known in found):
                 found.append(each)
                 waiting.append(each)

@@ -30,11 +30,15 @@ from lightning_pardist.checkpoint.tensors import Slots, full_slots
 from lightning_pardist.compat.autograd import after_backward, current_backward
 from lightning_pardist.compat.tensors import accumulation_hooks_of, gradient_hooks_of
 from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
+from lightning_pardist.engines.data_engine import Assigned
 from lightning_pardist.engines.ddp.bucket import Bucket, partition
 from lightning_pardist.engines.ddp.buffers import average_tensors
 from lightning_pardist.engines.ddp.sparse import reduce_sparse, sparse_parameters
-from lightning_pardist.engines.ddp.transport import AllReduce, Transport
+from lightning_pardist.engines.ddp.transport import AllReduce, Transport, mean_scales
 from lightning_pardist.local_tensors import local_shard
+
+#: Number of steps in which assigned gradients are compared with those of other ranks.
+_LOOKS = 5
 
 
 class GradientReducer:
@@ -86,6 +90,9 @@ class GradientReducer:
         self.buckets: list[Bucket] = []
         #: Whether gradients were averaged since the last call of :meth:`step_done`.
         self.is_reduced = False
+        #: Gradients that user code had assigned, averaged in this step, and the number of steps that had any.
+        self._averaged: dict[nn.Parameter, Tensor] = {}
+        self._num_assigned = 0
         self._sync = True
         self._hands_off = False
         self._handles: list[RemovableHandle] = []
@@ -185,35 +192,58 @@ class GradientReducer:
         if self._order is not None:
             self._rebuild(self._order)
 
-    def average_assigned(self, params: Iterable[nn.Parameter]) -> bool:
-        """Average gradients that were assigned to parameters, without a backward since the last step.
+    def average_assigned(self, params: Iterable[nn.Parameter], weight: float) -> Assigned:
+        """Average gradients that user code has assigned to parameters, as far as it has not been done in this step.
 
-        Collective over the group, which must have assigned those of the same parameters.
+        Collective over the group if some were, which all ranks must have done. A parameter whose gradient only some
+        ranks have set has zeros on the others.
 
         Args:
             params: Parameters of the next step.
-
-        Returns:
-            Whether there were any.
+            weight: Weight of this rank's gradients, such as the samples in its batch.
         """
-        if not self.enabled or self.is_reduced:
-            return False
+        if not self.enabled:
+            return "none"
         self._add_new_parameters()
-        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-        for param in params:
-            bucket, index = self._slots.get(param, (None, 0))
-            if bucket is None or param.grad is None or bucket.is_in_place(index):
+        known = [(param, *self._slots[param]) for param in params if param in self._slots]
+        own = [self._is_assigned(param, bucket, index) for param, bucket, index in known]
+        if not any(own):
+            return "none"
+        device = next(local_shard(param).device for param, _, _ in known)
+        message = torch.tensor([weight, *map(float, own)], dtype=torch.float64).to(device)
+        dist.all_reduce(message, group=self.group)
+        total, *flags = message.tolist()
+        scales = mean_scales(self.group, self.transport.narrower)
+        by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        before: dict[nn.Parameter, Tensor] = {}
+        for (param, _, _), is_own, flag in zip(known, own, flags, strict=True):
+            if not flag:
                 continue
+            if is_own and param.grad is not None:
+                before[param] = param.grad.detach()
+            group = self.transport.group_of(param)
+            # Without a number of its own (nothing counts on any rank), the gradient is zero.
+            factor = weight * self.group.size() / total * (scales[group] * group.size()) if total else 0.0
             # A copy: the tensor may be the user's own.
-            param.grad = param.grad.detach().clone()
-            by_group.setdefault(self.transport.group_of(param), []).append(param.grad)
-        for group, grads in by_group.items():
-            average_tensors(grads, group=group)
-        return bool(by_group)
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad.detach() * factor
+            by_group.setdefault(group, []).append(param)
+        for group, members in by_group.items():
+            average_tensors([param.grad for param in members if param.grad is not None], group=group)
+            self._averaged |= {param: param.grad for param in members if param.grad is not None}
+        self._num_assigned += 1
+        if self._num_assigned > _LOOKS or self.group.size() == 1:
+            return "alike"
+        pairs = [(local_shard(grad), local_shard(self._averaged[param])) for param, grad in before.items()]
+        return "alike" if all(torch.allclose(one, other, rtol=1e-4) for one, other in pairs) else "different"
+
+    def _is_assigned(self, param: nn.Parameter, bucket: Bucket, index: int) -> bool:
+        grad = param.grad
+        return grad is not None and not bucket.is_in_place(index) and self._averaged.get(param) is not grad
 
     def step_done(self) -> None:
         """Reset :attr:`is_reduced` after an optimizer step: the next step's gradients are not averaged yet."""
         self.is_reduced = False
+        self._averaged.clear()
 
     @contextmanager
     def defer_reduction(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from lightning_pardist.engines.common.update_scope import (
     ScopeSetting,
     needs_full_tensors,
 )
-from lightning_pardist.engines.data_engine import MicrobatchContext
+from lightning_pardist.engines.data_engine import Assigned, MicrobatchContext
 from lightning_pardist.engines.fsdp.full_state import is_rank, own_values, whole_values
 from lightning_pardist.engines.fsdp.fully_sharded import Accumulate, FullySharded
 from lightning_pardist.engines.fsdp.sharded_norm import local_gradients, sharded_grad_norm
@@ -137,9 +137,9 @@ class ShardedDataEngine:
         self.sharded.join()
         self._is_reduced = True
 
-    def average_assigned(self, params: Iterable[nn.Parameter]) -> bool:
-        """Return False: a gradient that a step assigns does not fit a shard, which torch refuses."""
-        return False
+    def average_assigned(self, params: Iterable[nn.Parameter], weight: float) -> Assigned:
+        """Return "none": a gradient that a step assigns does not fit a shard, which torch refuses."""
+        return "none"
 
     def step_done(self) -> None:
         """Record that the optimizer has stepped."""

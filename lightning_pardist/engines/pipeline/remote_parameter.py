@@ -49,6 +49,10 @@ class _Remote(Tensor):
         """Return another placeholder: user code copies state dicts to remember the best weights."""
         return self.detach()  # type: ignore[return-value]
 
+    def __copy__(self) -> _Remote:
+        """Return another placeholder."""
+        return self.detach()  # type: ignore[return-value]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be saved: the file would lack the values.
 

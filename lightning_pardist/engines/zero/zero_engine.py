@@ -29,6 +29,7 @@ from lightning_pardist.engines.common.update_scope import (
     find_scope,
     has_parameters,
 )
+from lightning_pardist.engines.data_engine import Assigned
 from lightning_pardist.engines.ddp.reducer import GradientReducer
 from lightning_pardist.engines.ddp.transport import Narrower
 from lightning_pardist.engines.offload import HostCopies, HostedState, HostStep, Offload, StateFile
@@ -192,9 +193,9 @@ class ZeroEngine:
         with self._gradients_hidden(), self.reducer.defer_reduction():
             yield
 
-    def average_assigned(self, params: Iterable[nn.Parameter]) -> bool:
-        """Average gradients that were assigned without a backward. Collective over the group."""
-        return self.reducer.average_assigned(params)
+    def average_assigned(self, params: Iterable[nn.Parameter], weight: float) -> Assigned:
+        """Average gradients that user code has assigned. Collective over the group if there are some."""
+        return self.reducer.average_assigned(params, weight)
 
     def step_done(self) -> None:
         """Record that the optimizer has stepped."""

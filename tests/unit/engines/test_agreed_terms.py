@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import zlib
+
 import torch
 
 from lightning_pardist.engines.common.loss_balance import agreed_terms
@@ -32,6 +35,14 @@ def test_ranks_with_different_numbers_of_terms_match_them_by_name():
     first, second = _terms(7.0, 1.0), [*_terms(1.0, 3.0), *_terms(5.0, what="more")]
     assert _agreed(first, second) == [[7.0, 3.0], [7.0, 3.0, 5.0]]
     assert _agreed([], second) == [[], [1.0, 3.0, 5.0]]
+
+
+def test_names_in_one_slot_stay_apart():
+    names = (f"name {number}" for number in itertools.count())
+    slot = zlib.crc32(b"name 0 0 0 of 1") % 31
+    alike = (name for name in names if zlib.crc32(f"{name} 0 0 of 1".encode()) % 31 == slot)
+    one, other = itertools.islice(alike, 2)
+    assert _agreed(_terms(5.0, what=one), [*_terms(90.0, what=other), *_terms(3.0, what="more")])[0] == [5.0]
 
 
 def test_many_terms():
