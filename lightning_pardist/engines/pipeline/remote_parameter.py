@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -54,16 +55,12 @@ class _Remote(Tensor):
         return self.detach()  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be saved: the file would lack the values.
-
-        Raises:
-            CannotPipelineError: Always.
-        """
-        raise CannotPipelineError(
-            f"To save this needs the values of {self._pardist_what}, but outside of steps each rank has only the"
-            " parameters of its own stages. Use trainer.save_checkpoint on all ranks, which saves those of all stages.",
-            ("pardist_ddp", "pardist_zero1", "pardist_zero2"),
+        """Be pickled without values, which a warning says on the first rank, as that is the one which saves."""
+        rank_zero_warn(
+            f"What is saved or pickled lacks the values of {self._pardist_what}: outside of steps each rank has only"
+            " the parameters of its own stages. trainer.save_checkpoint, called on all ranks, saves those of all."
         )
+        return super().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(

@@ -47,7 +47,6 @@ WRONG: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "nonzero": lambda here, there: there.nonzero(),
     "unique": lambda here, there: there.unique(),
     "mask": lambda here, there: there[there > 0],
-    "saved": lambda here, there: pickle.dumps({"weight": there.detach()}),
 }
 
 
@@ -76,6 +75,13 @@ def test_state_dicts_with_stand_ins_are_copied() -> None:
     assert torch.equal(copied["0"], torch.ones(3, 4))
     with pytest.raises(CannotPipelineError, match=r"'layer\.weight'"):
         copied["1"].sum().item()
+
+
+def test_saved_state_dicts_with_stand_ins_are_warned_about() -> None:
+    here, there = _pair()
+    with pytest.warns(UserWarning, match=r"lacks the values of 'layer\.weight', which rank 1 holds"):
+        pickled = pickle.dumps({"weight": there.detach(), "bias": here.detach()})
+    assert pickle.loads(pickled)["weight"].is_meta
 
 
 def test_modules_with_stand_ins_are_copied_moved_and_optimized() -> None:
