@@ -167,6 +167,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
         try:
             _stepped(optimizer, start, grads[:1])
         except Exception:
+            # A step may fail in any way on a closure of None, and on trial parameters.
             try:
                 _stepped(optimizer, start, grads[:1], closure=closure)
             except Exception:

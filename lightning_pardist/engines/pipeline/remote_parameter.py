@@ -8,11 +8,12 @@ parameter: reading shapes, writing to the placeholder, and computing values that
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -56,10 +57,12 @@ class _Remote(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be pickled without values, which a warning says on the first rank, as that is the one which saves."""
-        rank_zero_warn(
-            f"What is saved or pickled lacks the values of {self._pardist_what}: outside of steps each rank has only"
-            " the parameters of its own stages. trainer.save_checkpoint, called on all ranks, saves those of all."
-        )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warnings.warn(
+                f"What is saved or pickled lacks the values of {self._pardist_what}: outside of steps each rank has"
+                " only the parameters of its own stages. trainer.save_checkpoint, called on all ranks, saves all.",
+                stacklevel=2,
+            )
         return super().__reduce_ex__(protocol)
 
     @classmethod
