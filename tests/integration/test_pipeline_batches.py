@@ -222,6 +222,28 @@ class Residual(Base):
         return F.cross_entropy(self.net((x + padded).mean(1)), y)
 
 
+class MasksByLengths(Base):
+    """Masks positions up to the longest sequence, which fails on padded ones if the longest is elsewhere."""
+
+    def training_step(self, batch, batch_idx):
+        x, lengths, y = batch
+        mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+        return F.cross_entropy(self.net((x * mask[..., None]).mean(1)), y)
+
+
+@pytest.mark.parametrize("kind", [Residual, MasksByLengths])
+def test_padded_batches_that_fail_in_parts_stay_whole(kind):
+    x, y, lengths = torch.randn(8, 7, 8), torch.arange(8) % 4, torch.tensor([7, 4, 2, 6, 3, 4, 5, 7])
+    batches = [(x, lengths, y), (x[:, :6], lengths.clamp(max=6).flip(0), y)]
+    want, *_ = _fit(kind, batches)
+    for got, _, said in run_ranks(2, _fit, kind, batches, None, 2):
+        assert_close(got, want)
+        assert "1 micro-batch, the whole batch" in said[0]
+        assert "smaller ones fail: RuntimeError: The size of tensor" in said[0]
+    with pytest.raises(RankFailed, match="training_step runs on a batch and fails on a micro-batch"):
+        run_ranks(2, _call, _fit, (kind, batches, None, 2), {"num_microbatches": 4})
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
 def test_errors_name_the_micro_batch():
     x, y = torch.randn(8, 7, 8), torch.arange(8) % 4

@@ -59,8 +59,8 @@ class Microbatching:
         return self.least == sys.maxsize
 
     def keep_whole(self, why: str) -> Microbatching:
-        """Return a copy with one micro-batch per batch of any size."""
-        return replace(self, least=sys.maxsize, why=f"change the numbers: {why}")
+        """Return a copy with one micro-batch per batch of any size; ``why`` says what smaller ones do."""
+        return replace(self, least=sys.maxsize, why=why)
 
     def count(self, batch: Any) -> int:
         """Return the number of micro-batches of a batch.

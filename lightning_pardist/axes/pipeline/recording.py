@@ -20,7 +20,15 @@ from lightning_pardist.axes.pipeline.owner_recording import needs_owners, record
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.reduction_rules import Rules
 from lightning_pardist.axes.pipeline.rule_trial import RuleTrial
-from lightning_pardist.axes.pipeline.sample_runs import STEPS, SampleRuns, SampleStep, StepKey, loss_of
+from lightning_pardist.axes.pipeline.sample_runs import (
+    STEPS,
+    MicrobatchError,
+    SampleRuns,
+    SampleStep,
+    StepKey,
+    loss_of,
+    microbatch_error,
+)
 from lightning_pardist.axes.pipeline.spanning_functions import SpanningFunctions
 from lightning_pardist.axes.pipeline.step_checks import (
     refuse_collectives,
@@ -85,16 +93,6 @@ class Recorded:
     def placement_plan(self) -> PipelinePlan:
         """Plan that determines which rank holds which parameters."""
         return self.owners or next(iter(self.plans.values()))
-
-
-class MicrobatchError(CannotPipelineError):
-    """Raised if a step runs on a batch but fails on a micro-batch.
-
-    Attributes:
-        failure: Message of the step's exception.
-    """
-
-    failure: str = ""
 
 
 class StepRecorder:
@@ -223,8 +221,14 @@ class StepRecorder:
                     del plans[sample.key]
         staged = [sample for sample in samples if sample.key in plans]
         cut = self.microbatching.describe(first.batch) if first.stage == RunningStage.TRAINING else ""
-        rules = self._find_all_rules(staged)
-        if (why := self._unsplit_reason(first, rules)) is not None:
+        try:
+            rules = self._find_all_rules(staged)
+            why = self._unsplit_reason(first, rules)
+        except MicrobatchError as error:
+            if not self.microbatching.is_automatic or self.settings.split_batch is not None:
+                raise
+            rules, why = {}, f"fail: {error.failure}"
+        if why is not None:
             self.microbatching = self.microbatching.keep_whole(why)
             self.runs.effects, self._unstaged = StepOutputs(self.module), {}
             return self._record_stages(asked)
@@ -234,17 +238,17 @@ class StepRecorder:
         return Recorded(plans, rules, written, self._unstaged, **ways)
 
     def _unsplit_reason(self, sample: SampleStep, rules: Mapping[StepKey, Rules]) -> str | None:
-        """Return why a batch must not be split; None if it may be, or if the user has set the number of parts."""
+        """Return what smaller micro-batches do; None if they do not, or the user has set their number."""
         found = rules.get(sample.key)
         if found is None or not self.microbatching.is_automatic or self.settings.split_batch is not None:
             return None
         if sample.stage == RunningStage.TRAINING and self._syncs_batch_norms and len(self._trial(sample).parts) > 1:
-            return "sync_batchnorm=True normalizes all samples of a batch together"
+            return "change the numbers: sync_batchnorm=True normalizes all samples of a batch together"
         if self._loss.is_partly_fixed and len(self._trial(sample).parts) > 1:
-            return "a part of the loss depends on no sample"
+            return "change the numbers: a part of the loss depends on no sample"
         coupled = self._coupling_reason(sample, found)
         self._coupled = self._coupled or coupled
-        return coupled or None
+        return f"change the numbers: {coupled}" if coupled else None
 
     def _coupling_reason(self, sample: SampleStep, found: Rules) -> str:
         """Return how the samples of a batch depend on each other; empty if they do not."""
@@ -289,8 +293,9 @@ class StepRecorder:
                 recorded, tried = self._record_smallest(sample, guess)
             except (MicrobatchError, UnevenBatchError):
                 continue
-            if self._trial(tried).is_additive():
-                return recorded, tried
+            with suppress(MicrobatchError):
+                if self._trial(tried).is_additive():
+                    return recorded, tried
         try:
             asked.cut.size_of(sample.batch)
         except UnevenBatchError as error:
@@ -364,16 +369,9 @@ class StepRecorder:
         except Exception:
             if sample.microbatch is sample.batch or not self.runs.runs_on_full_batch(sample):
                 raise error from None
-            failed = MicrobatchError(
-                f"{STEPS[sample.stage]} runs on a batch and fails on a micro-batch"
-                f" ({type(error).__name__}: {error}). If samples belong together, use pardist_mp, which makes no"
-                " micro-batches; if micro-batches are too small, larger batches or a smaller num_microbatches.",
-                (),
-            )
-            failed.failure = f"{type(error).__name__}: {error}"
             # Missing hooks were not the reason.
             self.runs.with_hooks.discard(sample.stage)
-            raise failed from error
+            raise microbatch_error(sample, error) from error
 
     def _traced(self, sample: SampleStep) -> StepRecord:
         training = sample.stage == RunningStage.TRAINING

@@ -24,12 +24,13 @@ from lightning_pardist.axes.pipeline.reduction_rules import (
     find_rules,
     relative_error,
 )
-from lightning_pardist.axes.pipeline.sample_runs import SampleRuns, SampleStep, loss_of
+from lightning_pardist.axes.pipeline.sample_runs import SampleRuns, SampleStep, loss_of, microbatch_error
 from lightning_pardist.engines.common.devices import device_in_use, is_same_state, random_state
 from lightning_pardist.engines.common.eager_runs import eagerly
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_term import BALANCING, Term
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
+from lightning_pardist.engines.pipeline import CannotPipelineError
 from lightning_pardist.engines.pipeline.interception import undisturbed
 from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, LossSeeds, common_ratios, part_weight
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_mean
@@ -398,7 +399,14 @@ class RuleTrial:
             self._set_mode()
             for place, value in (preset or {}).items():
                 self._runs.effects.preset(place, value)
-            records = [run(fresh_copy(batch)) for batch in batches]
+            records = []
+            for batch in batches:
+                try:
+                    records.append(run(fresh_copy(batch)))
+                except Exception as error:
+                    if batch is self._sample.batch or isinstance(error, CannotPipelineError):
+                        raise
+                    raise microbatch_error(self._sample, error) from error
             self._rng_afterwards = random_state(device_in_use())
             return records
 

@@ -59,6 +59,29 @@ class SampleStep:
         return STEPS[self.stage], self.dataloader_idx
 
 
+class MicrobatchError(CannotPipelineError):
+    """Raised if a step runs on a batch but fails on a micro-batch.
+
+    Attributes:
+        failure: Message of the step's exception.
+    """
+
+    failure: str = ""
+
+
+def microbatch_error(sample: SampleStep, error: Exception) -> MicrobatchError:
+    """Return the error for a step that runs on its sample batch, and raises ``error`` on a micro-batch of it."""
+    failure = f"{type(error).__name__}: {error}"
+    failed = MicrobatchError(
+        f"{STEPS[sample.stage]} runs on a batch and fails on a micro-batch ({failure}). If samples belong together, use"
+        " pardist_mp, which makes no micro-batches; if micro-batches are too small, larger batches or a smaller"
+        " num_microbatches.",
+        (),
+    )
+    failed.failure = failure
+    return failed
+
+
 class SampleRuns:
     """Runs a module's step functions on sample batches. Not collective.
 
