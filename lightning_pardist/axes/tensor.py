@@ -140,8 +140,7 @@ class TensorAxis(SharedBatchAxis):
         self._share_random_state(mesh.get_group())
         name = trial_run.step_name(trainer)
         if self.plan is None or not _fits(self.plan, module) or self._planned_for not in ("training_step", name):
-            with meta_placeholders(module, self.context.device):
-                found = self._find_plan(trainer, module)
+            found = self._shared_plan(trainer, module, name)
             # Control flow may depend on data: all ranks use the first rank's plan.
             self.plan, self._planned_for, self._plan_is_new = self.context.broadcast(found), name, True
         # The same initial values on all data ranks.
@@ -155,6 +154,21 @@ class TensorAxis(SharedBatchAxis):
             apply_layout(copied.to(self.context.device), self.plan, mesh)
             self.runtime.wrap_calls(copied)
             self._copies.append(copied)
+
+    def _shared_plan(self, trainer: pl.Trainer, module: pl.LightningModule, name: str) -> TensorParallelPlan:
+        """Find the plan, once for all ranks and candidates of a planner that need the same one."""
+        shared = self.context.found_once
+        if shared is None or self.overrides or self.sample is not None:
+            # Overrides may hold objects that cannot be compared.
+            shared = {}
+        context, dims = self.context, self.context.dims
+        sizes = dims.tensor_parallel, dims.context_parallel, context.expert_ranks
+        key = "tensor plan", name, sizes, self.sequence_parallel, tuple(context.divided_parameters)
+        if key not in shared:
+            with meta_placeholders(module, context.device):
+                shared[key] = self._find_plan(trainer, module)
+        found: TensorParallelPlan = shared[key]
+        return found
 
     def _find_plan(self, trainer: pl.Trainer, module: pl.LightningModule) -> TensorParallelPlan:
         name = trial_run.step_name(trainer)

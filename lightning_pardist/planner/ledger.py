@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from itertools import count
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Block:
     Attributes:
         size: Current size in bytes.
         kind: One of :data:`KINDS`.
-        key: Key of the storage in the ledger.
+        key: Number of the storage; unlike its address, that of no other one.
     """
 
     size: int
@@ -163,6 +164,7 @@ class Ledger(UncompiledMode):
         self.updates = False
         self.events: list[Event] = []
         self._blocks: dict[int, Block] = {}
+        self._numbers = count()
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         #: Number of recurrent functions, or of their nodes in backward, that are running, and whether one of these
         #: nodes was the last to run: autograd then adds up its results.
@@ -308,8 +310,8 @@ class Ledger(UncompiledMode):
             # A mutable operator may write tensors that it does not return.
             known = {id(leaf) for leaf in outputs}
             outputs = [*outputs, *(leaf for leaf in written_by(func, args, kwargs) if id(leaf) not in known)]
-        reads = tuple({storage_key(leaf): None for leaf in inputs})
-        writes = tuple({storage_key(leaf): None for leaf in outputs})
+        reads = tuple({self._key(leaf): None for leaf in inputs})
+        writes = tuple({self._key(leaf): None for leaf in outputs})
         if not mutable and all(key in reads for key in writes):
             return
         if func in _FREE:
@@ -330,14 +332,20 @@ class Ledger(UncompiledMode):
             return
         written = {id(leaf) for leaf in outputs}
         size = max(_bytes(outputs), _bytes(leaf for leaf in inputs if id(leaf) not in written))
-        touches = tuple({storage_key(leaf): None for leaf in (*inputs, *outputs)})
+        touches = tuple({self._key(leaf): None for leaf in (*inputs, *outputs)})
         peer = next((leaf for leaf in args if isinstance(leaf, int)), -1) if name in ("send", "recv_") else -1
         ranks = tuple(dist.get_process_group_ranks(group))
-        for key in touches if name not in ("send", "recv_") else ():
-            block = self._blocks.get(key)
+        for leaf in (*inputs, *outputs) if name not in ("send", "recv_") else ():
+            block = self._blocks.get(storage_key(leaf))
             if block is not None and block.kind == "activations":
                 block.kind = "other"
         self.events.append(Message(name, ranks, size, touches, peer))
+
+    def _key(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage; negative for one that was created before the mode was entered."""
+        address = storage_key(tensor)
+        block = self._blocks.get(address)
+        return -address if block is None else block.key
 
     def _note(self, tensor: Tensor) -> Block | None:
         if is_wrapper(tensor) or tensor.is_meta or tensor.layout != torch.strided or isinstance(tensor, FakeTensor):
@@ -348,7 +356,7 @@ class Ledger(UncompiledMode):
         key = key_of(storage)
         block = self._blocks.get(key)
         if block is None:
-            block = self._blocks[key] = Block(0, "activations", key)
+            block = self._blocks[key] = Block(0, "activations", next(self._numbers))
             self._watched[key] = weakref.ref(storage, partial(self._forget, key))
         change = storage.nbytes() - block.size
         if change:

@@ -618,6 +618,16 @@ def test_three_axes_at_once():
     assert {"pipeline_parallel", "data_replicate"} <= set(row.sent)
 
 
+def test_storages_at_the_address_of_freed_ones_are_others():
+    with Ledger() as ledger:
+        ledger.start()
+        for _ in range(8):
+            torch.ones(1000)
+    written = [event.writes for event in ledger.events if isinstance(event, Operator)]
+    assert len(written) >= 8
+    assert len(set(written)) == len(written)
+
+
 @pytest.mark.slow
 def test_a_global_batch_is_divided(planned):
     found = make_plan(strategies=["pardist_ddp", "pardist_tp"], global_batch=16)
