@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -604,8 +605,65 @@ def unsharded_class(cls: type) -> type:
     """Return a module's class before ``fully_shard``, which creates a subclass of it and ``FSDPModule``."""
     if not issubclass(cls, FSDPModule):
         return cls
-    bases = [base for base in cls.__bases__ if base is not FSDPModule]
-    return bases[0]
+    # The last base: before it is FSDPModule, and what fitted_class() puts in front.
+    return cls.__bases__[-1]
+
+
+#: Subclasses by class, for :func:`fitted_class`.
+_FITTED: dict[type, type] = {}
+
+
+@contextmanager
+def fitted_class(module: nn.Module) -> Iterator[None]:
+    """Context in which ``fully_shard`` can change the class of a module; it refuses some modules otherwise.
+
+    It makes a class of the bases ``FSDPModule`` and the module's class. Python takes it for an existing instance only
+    if both add ``__dict__`` to the same base, which is not so for ``class Layer(ABC, nn.Module)``: its first base is
+    ``ABC``, which has none. A base in front that adds it as the module's class does makes them alike.
+
+    Args:
+        module: The module. Its class is a subclass of its own inside, and that of ``fully_shard`` afterwards.
+    """
+    cls: type = type(module)
+    if _first_with_dict(cls).__base__ is object:
+        yield
+        return
+    if cls not in _FITTED:
+        metaclass: Any = type(f"Fitting{type(cls).__name__}", (_Fitting, type(cls)), {})
+        _FITTED[cls] = metaclass(f"FSDP{cls.__name__}", (cls,), {})
+    module.__class__ = _FITTED[cls]
+    try:
+        yield
+    except BaseException:
+        module.__class__ = cls
+        raise
+
+
+def _first_with_dict(cls: type) -> type:
+    """Return the class that adds ``__dict__`` to the instances of a class, along its first bases."""
+    found, base = cls, cls.__base__
+    while base is not None and base.__dictoffset__:
+        found, base = base, base.__base__
+    return found
+
+
+class _Fitting(type):
+    """Metaclass that puts a base in front of those of the class that ``fully_shard`` makes."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        if bases[0] is not FSDPModule:
+            return super().__new__(mcs, name, bases, namespace)
+        (cls,) = bases[1].__bases__
+        front = super().__new__(mcs, "FSDPLayout", (_first_with_dict(cls),), {"__new__": _new_unsharded})
+        return super().__new__(mcs, f"FSDP{cls.__name__}", (front, FSDPModule, cls), namespace)
+
+
+def _new_unsharded(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """Make an instance of the class before ``fully_shard``, as ``FSDPModule`` does (slices of containers)."""
+    own: Any = unsharded_class(cls)
+    made = own.__new__(own, *args, **kwargs)
+    made.__init__(*args, **kwargs)
+    return made
 
 
 def make_copyable(module: nn.Module) -> None:

@@ -605,13 +605,20 @@ def replace_recurrent(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
     return restore
 
 
+def original_function(value: Any) -> Any:
+    """Return torch's own function if a value is one that replaces it, as ``torch.sum`` in a step; else the value."""
+    while isinstance(value, types.FunctionType) and value in _REPLACEMENTS.values():
+        value = value.__wrapped__  # type: ignore[attr-defined]
+    return value
+
+
 @contextlib.contextmanager
 def original_reductions() -> Iterator[None]:
     """Return a context in which ``torch.mean`` and ``torch.sum`` are torch's own: Lightning's ``log`` compares them."""
-    ours = {name: _REPLACEMENTS.get(("reductions", torch, name)) for name in ("mean", "sum")}
-    replaced = {name: function for name, function in ours.items() if function and getattr(torch, name) is function}
+    now = {name: getattr(torch, name) for name in ("mean", "sum")}
+    replaced = {name: function for name, function in now.items() if original_function(function) is not function}
     for name, function in replaced.items():
-        setattr(torch, name, function.__wrapped__)
+        setattr(torch, name, original_function(function))
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_pardist.compat.lightning_loops import logged
-from lightning_pardist.compat.patches import original_reductions
+from lightning_pardist.compat.patches import original_function, original_reductions
 from lightning_pardist.engines.common.mean_counts import MeanCounts, MeanPart
 from lightning_pardist.local_tensors import whole_number
 from lightning_pardist.trainer.patch_stack import OwnMethod, Patch, PatchStack
@@ -164,6 +164,8 @@ class EvaluatedMeans:
         @wraps(log)
         def noting(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             value = whole_number(value)
+            args = tuple(map(original_function, args))
+            kwargs = {key: original_function(each) for key, each in kwargs.items()}
             if not self._trainer.evaluating:
                 log(name, value, *args, **kwargs)
                 return

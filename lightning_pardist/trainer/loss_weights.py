@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
-from lightning_pardist.compat.patches import original_reductions
+from lightning_pardist.compat.patches import original_function, original_reductions
 from lightning_pardist.engines.common.combined_values import Combined, Value, ValueNames
 from lightning_pardist.engines.common.logged_weights import LoggedWeight, NotedMeans, weight_of_logged
 from lightning_pardist.engines.common.loss_balance import (
@@ -37,7 +37,14 @@ from lightning_pardist.engines.common.loss_balance import (
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_term import Term, as_counts, leading_mean, opaque_term, weight_of
+from lightning_pardist.engines.common.loss_term import (
+    Term,
+    as_counts,
+    is_multiple_of_batch,
+    leading_mean,
+    opaque_term,
+    weight_of,
+)
 from lightning_pardist.engines.common.mean_counts import MeanPart
 from lightning_pardist.engines.common.numbers import tensor_of, where
 from lightning_pardist.engines.data_engine import DataEngine
@@ -490,6 +497,8 @@ class LossWeights:
         @wraps(log)
         def noting(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             value = whole_number(value)
+            args = tuple(map(original_function, args))
+            kwargs = {key: original_function(each) for key, each in kwargs.items()}
             if self._logged is None:
                 if self._counts or not self._trainer.training:
                     log(name, value, *args, **kwargs)
@@ -585,10 +594,19 @@ class LossWeights:
                 " single process if the loss is a mean over tokens or labels. Set loss_weight='samples' if it is none,"
                 " else loss_weight to a function of the batch that returns their number."
             )
+        samples = BatchCut().samples_of(self._batch)
+        multiple = next((term.number for term in terms if is_multiple_of_batch(term, samples)), None)
+        if self._setting == "auto" and multiple is not None:
+            rank_zero_warn(
+                f"The loss of {original_class(self._trainer.lightning_module).__name__}.training_step has a sum over"
+                f" samples that is divided by {multiple:g}, a multiple of the {samples} samples of this rank's batch,"
+                " and taken for a constant: ranks' losses are added up. If it is computed from the size of the batch,"
+                " set loss_weight='samples'; loss_weight='sum' says that it is a constant."
+            )
         if self.warned_coupled:
             return
         reasons = [*(term.nonlinear for term in terms if term.nonlinear), *uneven_products(terms)]
-        reasons += couplings(loss, samples=BatchCut().samples_of(self._batch), gathers=True)
+        reasons += couplings(loss, samples=samples, gathers=True)
         self.warned_coupled = bool(reasons)
         if reasons:
             rank_zero_warn(coupled_samples(self._trainer.lightning_module, reasons[0]))

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.containers import refill
 from lightning_pardist.engines.common.own_generators import set_state, state_of
+from lightning_pardist.engines.common.parameter_traits import HooksOnGradients
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 #: Packages whose objects are not traversed: they lead to the Trainer, to file handles and to the interpreter itself.
@@ -32,18 +33,18 @@ _LONG = 10_000
 class ModuleSnapshot:
     """Saves a module's non-parameter state and restores it after a trial run.
 
-    The snapshot covers buffers, gradients, ``requires_grad`` and training flags, attributes of every submodule (lists
-    that a step appends to, counters, states of metrics, caches) and of its class, objects reached through containers,
-    through the user's own objects and through hooks, and the state of every random number generator. Parameter values
-    are not covered: writes to them in a run without an optimizer step are handled by
+    The snapshot covers buffers, gradients and hooks on them, ``requires_grad`` and training flags, attributes of every
+    submodule (lists that a step appends to, counters, states of metrics, caches) and of its class, objects reached
+    through containers, through the user's own objects and through hooks, and the state of every random number
+    generator. Parameter values are not covered: writes to them in a run without an optimizer step are handled by
     :class:`~lightning_pardist.engines.common.parameter_write_guard.ParameterWriteGuard`. Iterators cannot be restored.
 
     Args:
         module: The module; taking the snapshot does not change it.
         data: Objects that read data (datasets, collate functions): their attributes, generators and file positions are
             covered as well; tensors and arrays in them are not.
-        parameters: Whether to cover which parameters are registered, their gradients and ``requires_grad``. False if
-            shards and full parameters replace each other in turn, and no backward runs.
+        parameters: Whether to cover which parameters are registered, their gradients, hooks and ``requires_grad``.
+            False if shards and full parameters replace each other in turn, and no backward runs.
     """
 
     def __init__(self, module: nn.Module, data: Sequence[object] = (), *, parameters: bool = True) -> None:
@@ -58,6 +59,7 @@ class ModuleSnapshot:
         params = list(module.parameters()) if parameters else []
         self._params = [(p, p.requires_grad, p.grad) for p in params]
         self._grads = [(p.grad, p.grad.clone()) for p in params if p.grad is not None]
+        self._hooks = HooksOnGradients(params)
         self._random = rng_state()
         for param in module.parameters():
             self._seen.add(id(param))
@@ -83,6 +85,7 @@ class ModuleSnapshot:
             for param, requires_grad, grad in self._params:
                 param.requires_grad_(requires_grad)
                 param.grad = grad
+        self._hooks.restore()
         for array, numbers in self._arrays:
             array[...] = numbers
         for file, position in self._files:

@@ -1,5 +1,6 @@
 """``pardist_zero3``, ``pardist_fsdp`` and ``pardist_hsdp`` beyond the matrix."""
 
+import abc
 import contextlib
 import copy
 import functools
@@ -354,11 +355,38 @@ class Thaws(Classifier):
         self.net.requires_grad_(self.current_epoch > 0)
 
 
-STEPS = {"gan": DanglingGan, "freezing": Thaws}
+class Sized(abc.ABC, torch.nn.Module):
+    """Base whose class comes after one without attributes."""
+
+    @property
+    @abc.abstractmethod
+    def size(self): ...
+
+
+class SizedLinear(Sized, torch.nn.Linear):
+    size = 10
+
+
+class OfAbstractClasses(Sized, Classifier):
+    """Module with a layer, both of whose classes Python does not let ``fully_shard`` change to its own."""
+
+    size = 10
+
+    def __init__(self):
+        super().__init__()
+        self.head = SizedLinear(16, 10)
+
+    def on_fit_end(self):
+        assert type(copy.deepcopy(self.head)) is SizedLinear
+
+
+STEPS = {"gan": DanglingGan, "freezing": Thaws, "abstract": OfAbstractClasses}
 
 
 def _steps(name, devices, strategies):
-    return [snapshot(fit(STEPS[name], strategy, devices, 3)[0]) for strategy in strategies]
+    made = [fit(STEPS[name], strategy, devices, 3)[0] for strategy in strategies]
+    assert {type(module) for module in made} == {STEPS[name]}
+    return [snapshot(module) for module in made]
 
 
 @pytest.mark.push("freezing")

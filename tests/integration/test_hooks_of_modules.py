@@ -149,8 +149,8 @@ class Masked(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _masked(strategy="auto", devices=1):
-    module = Masked()
+def _masked(strategy="auto", devices=1, kind=Masked):
+    module = kind()
     data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     trainer = quiet_trainer(strategy=strategy, devices=devices, precision="64-true")
     trainer.fit(module, DataLoader(TensorDataset(data), batch_size=4))
@@ -184,3 +184,32 @@ def test_hooks_after_accumulation_are_warned_about_in_pipelines():
     (told,) = hook_warnings(module, [], 4)
     assert "Hooks on the gradients of net.bias run for each of 4 micro-batches" in told
     assert not list(hook_warnings(module, [], 1))
+
+
+class HooksInSteps(Masked):
+    """Registers hooks on gradients in its steps: two in the first one, and one in each instead of the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.handle, self.has_hook = None, False
+
+    def on_fit_start(self):
+        pass
+
+    def training_step(self, batch, batch_idx):
+        if not hasattr(self, "first"):
+            self.first = [self.layers[0][0].weight.register_hook(lambda grad: 0.5 * grad)]
+        if not self.has_hook:
+            self.has_hook = True
+            self.layers[1][0].bias.register_hook(lambda grad: 2 * grad)
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = self.layers[4][2].weight.register_hook(lambda grad: 0.25 * (1 + batch_idx) * grad)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("strategy", ["pardist_tp", "pardist_pp"])
+def test_hooks_that_a_step_registers_are_not_those_of_trials(strategy):
+    expected = _masked(kind=HooksInSteps)
+    for weights in run_ranks(2, _masked, strategy, 2, HooksInSteps):
+        assert_close(weights, expected, rtol=1e-9)

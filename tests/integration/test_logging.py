@@ -112,17 +112,35 @@ class Selected(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def _selected(strategy="pardist_zero2", devices=2):
+class InSomeSteps(Selected):
+    """Logs a loss of two counts in every fourth step, multiples of means, and sums by ``reduce_fx``."""
+
+    def training_step(self, batch, batch_idx):
+        out = self.layer(batch[0])
+        counts = batch[0][:, :4] > 0.2
+        accuracy = (out.detach() > 0)[counts].float().mean()
+        means = {"accuracy": accuracy, "percent": 100 * accuracy, "error": 1 - accuracy}
+        self.log_dict(means, on_step=True, on_epoch=True)
+        self.log("mean", accuracy, on_step=False, on_epoch=True, reduce_fx=torch.mean)
+        self.log("total", accuracy * counts.sum(), on_step=False, on_epoch=True, reduce_fx=torch.sum)
+        loss = (out.square() * counts).sum() / counts.sum() + 0.3 * out.abs().mean()
+        if batch_idx % 4 == 3:
+            self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def _selected(strategy="pardist_zero2", devices=2, kind=Selected):
     torch.manual_seed(11)
-    module = Selected()
+    module = kind()
     trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2, use_distributed_sampler=False)
     trainer.fit(module, datamodule=Data(points(BATCH * 4)))
     return {key: float(value) for key, value in trainer.callback_metrics.items()}, module.seen
 
 
-def test_means_in_training_count_what_they_average():
-    want, seen = _selected("auto", 1)
-    for got, got_seen in run_ranks(2, _selected):
+@pytest.mark.parametrize("kind", [Selected, InSomeSteps])
+def test_means_in_training_count_what_they_average(kind):
+    want, seen = _selected("auto", 1, kind)
+    for got, got_seen in run_ranks(2, _selected, "pardist_zero2", 2, kind):
         assert got == pytest.approx(want, rel=1e-6)
         assert got_seen == pytest.approx(seen, rel=1e-6)
 

@@ -151,6 +151,10 @@ def over_a_constant(logits, labels):
     return logits.pow(2).sum() / 100
 
 
+def over_thrice_the_samples(logits, labels):
+    return logits.pow(2).sum() / (3 * len(labels))
+
+
 def by_python_weights(logits, labels):
     weights = [1.0 + int(row.sum()) % 3 for row in labels]
     return sum(w * row.pow(2).mean() for w, row in zip(weights, logits, strict=True)) / sum(weights)
@@ -336,8 +340,11 @@ OF_SAMPLES = [two_per_sample, sum_of_two_per_sample]
 TOGETHER += [by_rank, by_rank_from_the_second_step_on]
 LOSSES = (*SINGLE, *SEVERAL, *PARTS, *OF_SAMPLES, *OF_NUMBERS, *TOGETHER, *OF_ALL_SAMPLES, fused)
 LOSSES = {loss.__name__: loss for loss in LOSSES}
+LOSSES["over_thrice_the_samples"] = over_thrice_the_samples
 #: Not exact in micro-batches that a user asks for.
-COUPLED = {loss.__name__ for loss in (*TOGETHER, by_python_weights, *OF_ALL_SAMPLES, fused)}
+COUPLED = {"over_thrice_the_samples"} | {
+    loss.__name__ for loss in (*TOGETHER, by_python_weights, *OF_ALL_SAMPLES, fused)
+}
 
 
 class Module(pl.LightningModule):
@@ -565,6 +572,12 @@ def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
 def test_samples_that_are_put_together_are_said_once(strategy, parts, loss):
     said, *_ = run_ranks(2 * parts, _warned, EVEN, {}, strategy, loss, parts)
     assert sum("couples the samples of a batch" in each for each in said) == 1
+
+
+def test_divisors_that_may_be_multiples_of_the_batch_are_said_once():
+    said, *_ = run_ranks(2, _warned, EVEN, {}, "ddp", "over_thrice_the_samples", 1)
+    (found,) = [each for each in said if "a multiple of the 4 samples of this rank's batch" in each]
+    assert "divided by 12" in found
 
 
 def test_samples_that_are_compared_from_the_second_batch_on_are_said_once():

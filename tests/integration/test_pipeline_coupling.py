@@ -112,7 +112,12 @@ def _train(loss, strategy, devices, kind=Module):
     return snapshot(module), float(module.error.compute())
 
 
-@pytest.mark.parametrize("loss", [detached_ratio, ratio_of_numbers, variation_of_loads, load_balancing])
+def of_one_dim(outputs, scores, y):
+    """Contrastive loss of shape [1], as those that begin with ``new_zeros(1)`` (SwaV)."""
+    return outputs.new_zeros(1) + F.cross_entropy(outputs @ y.T, torch.arange(len(y)))
+
+
+@pytest.mark.parametrize("loss", [detached_ratio, ratio_of_numbers, variation_of_loads, load_balancing, of_one_dim])
 def test_trains_like_one_process(loss):
     want, error = _train(loss, "auto", 1)
     for weights, found in run_ranks(2, _train, loss, "pardist_pp", 2):

@@ -88,19 +88,24 @@ def combined_logs(
     for (name, time), column in columns.items():
         indices = [index for index, _ in column]
         own = Shares.of([shares.loss[i] for i in indices], [shares.sizes[i] for i in indices])
-        done = _combine_log([arguments for _, arguments in column], own, rules, ("logged", name, time))
+        some = len(column) < len(logs)
+        done = _combine_log([arguments for _, arguments in column], own, rules, ("logged", name, time), some=some)
         values = [arguments["value"] for _, arguments in column]
         # Such as a counter, whose value depends on the one before the step.
         same = [value for items, value in kept if len(items) == len(values) and all(map(_are_equal, items, values))]
         yield {**done, "value": _as_float(same[0])} if same else done
 
 
-def _combine_log(column: list[dict[str, Any]], shares: Shares, rules: Rules, place: Place) -> dict[str, Any]:
+def _combine_log(
+    column: list[dict[str, Any]], shares: Shares, rules: Rules, place: Place, *, some: bool
+) -> dict[str, Any]:
+    """Combine the calls of the micro-batches that made one; ``some`` says that others made none."""
     done = dict(column[-1])
     if all(arguments.get("batch_size") is not None for arguments in column):
         sizes = [int(arguments["batch_size"]) for arguments in column]
-        # A constant also holds for the batch; a count is that of a micro-batch.
+        # A constant also holds for the batch; a count is that of a micro-batch, probably so if only some log.
         counted = len(set(sizes)) > 1 or sizes == list(shares.sizes)
+        counted |= some and all(1 < size <= own for size, own in zip(sizes, shares.sizes, strict=True))
         done["batch_size"] = rules.combine((*place, _BATCH_SIZE), sizes, shares, "sum" if counted else "last")
         if done["batch_size"] == sum(sizes) and sizes != list(shares.sizes):
             shares = Shares.of(sizes, shares.sizes)

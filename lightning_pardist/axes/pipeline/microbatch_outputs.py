@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pardist.axes.pipeline.merged_values import (
@@ -39,15 +40,17 @@ from lightning_pardist.compat.metrics import (
     set_update_count,
 )
 from lightning_pardist.compat.modules import own_buffers
+from lightning_pardist.compat.patches import original_function
 from lightning_pardist.compat.tensors import version_of
 from lightning_pardist.engines.common.containers import refill, same_items
-from lightning_pardist.engines.pipeline import merge_results
+from lightning_pardist.engines.pipeline import merge_results, with_scalar_loss
 from lightning_pardist.engines.pipeline.interception import (
     HOOKS,
     entries_of,
     has_hooks_since,
     is_flag,
     next_hook,
+    remove_gradient_hooks_since,
     remove_hooks_since,
 )
 from lightning_pardist.engines.pipeline.nested import flatten, rebuild
@@ -198,6 +201,8 @@ class StepOutputs:
         #: For attributes with one entry per sample: the sample dim, by index of the tensor.
         self._samples: dict[Path, dict[int, int]] = {}
         self._open: _State | None = None
+        #: Handles of hooks that the latest micro-batch has registered, by module and attribute.
+        self._handles: dict[tuple[str, str], Any] = {}
         self._latest: dict[str, dict[str, Any]] = {}
         self._numbers = ScalarMetricCalls(every=repeats_metrics)
 
@@ -205,7 +210,7 @@ class StepOutputs:
     def watching(self) -> Iterator[None]:
         """Context around all runs of one step: nothing is logged, and side effects are undone on exit."""
         self._open = self._state()
-        self._latest = {}
+        self._latest, self._handles = {}, {}
         kept = {name: self.module.__dict__.get(name, _MISSING) for name in _RECORDED}
         buffers = self._written_buffers()
         try:
@@ -221,6 +226,10 @@ class StepOutputs:
                     self.module.__dict__[name] = value
             self._open.restore(self)
             self._open = None
+            for (name, key), handle in self._handles.items():
+                # A trial has removed the hooks.
+                if _is_handle(handle):
+                    self._free[name].__dict__[key] = handle
 
     def preset(self, place: Place, value: Any) -> None:
         """Set an attribute or buffer temporarily, until :meth:`watching` ends or the caller restores it."""
@@ -267,16 +276,23 @@ class StepOutputs:
         record = _Record()
         self.module.__dict__.update(log=self._recorder(record.logged), print=_printer(record.printed))
         before = self._state()
+        if self._open is not None and not in_order:
+            # Each micro-batch registers the hooks of one step, so those of the one before would be too many.
+            remove_gradient_hooks_since(self.module, self._open.next_hook)
         try:
             if part is not None:
                 self._narrow_states(part)
             with self._numbers.recording(record.calls), self._own_buffers(record, in_order=in_order):
                 result = step(microbatch)
+            if not in_order:
+                result = with_scalar_loss(result)
             if weigh is not None:
                 weigh(result, record.logged)
+            self._handles = before.new_handles(self)
         except BaseException:
             # A stage leaves the step early, before the step can remove its own hooks.
             before.remove_hooks(self.module)
+            self._handles = before.new_handles(self)
             before.restore(self)
             raise
         finally:
@@ -529,6 +545,8 @@ class StepOutputs:
         def log(*args: Any, **kwargs: Any) -> None:
             arguments = dict(_LOG_SIGNATURE.bind(self.module, *args, **kwargs).arguments)
             arguments.pop("self", None)
+            if "reduce_fx" in arguments:
+                arguments["reduce_fx"] = original_function(arguments["reduce_fx"])
             if isinstance(arguments.get("value"), Metric):
                 arguments["value"] = self._name_of(arguments["value"])
             # The default dtype set by the Trainer's precision plugin, which is active inside the step only.
@@ -618,6 +636,18 @@ class _State:
         for (name, key), frozen in self.attributes.items():
             now = effects._free[name].__dict__.get(key)
             effects._free[name].__dict__[key] = now if lasting and is_flag(key, now) else frozen.thaw()
+
+    def new_handles(self, effects: StepOutputs) -> dict[tuple[str, str], Any]:
+        """Return the attributes set since the snapshot that hold handles of hooks, by module and name."""
+        if self.next_hook == next_hook():
+            return {}
+        return {
+            (name, key): value
+            for name, module in effects._free.items()
+            for key, value in module.__dict__.items()
+            if _is_handle(value)
+            and ((name, key) not in self.attributes or self.attributes[name, key].value is not value)
+        }
 
     def remove_hooks(self, root: nn.Module) -> None:
         """Remove hooks registered since the snapshot."""
@@ -733,6 +763,14 @@ def _is_same_leaf(leaf: Any, other: Any) -> bool:
         return type(leaf) is type(other) and bool(leaf == other)
     alike = leaf.shape == other.shape and leaf.dtype == other.dtype
     return alike and torch.equal(leaf.to(other.device), other)
+
+
+def _is_handle(value: Any) -> bool:
+    """Return whether a value is a handle of a registered hook, or a list, tuple or dict of such handles."""
+    if isinstance(value, (list, tuple, dict)):
+        items = list(value.values()) if isinstance(value, dict) else value
+        return len(items) > 0 and all(isinstance(item, RemovableHandle) and _is_handle(item) for item in items)
+    return isinstance(value, RemovableHandle) and value.id in (value.hooks_dict_ref() or ())
 
 
 def _is_sendable(value: Any) -> bool:

@@ -404,7 +404,7 @@ class RuleTrial:
                 try:
                     records.append(run(fresh_copy(batch)))
                 except Exception as error:
-                    if batch is self._sample.batch or isinstance(error, CannotPipelineError):
+                    if batch is self._sample.batch or isinstance(error, (CannotPipelineError, torch.OutOfMemoryError)):
                         raise
                     raise microbatch_error(self._sample, error) from error
             self._rng_afterwards = random_state(device_in_use())

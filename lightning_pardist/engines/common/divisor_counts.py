@@ -93,7 +93,7 @@ def counts_among(
     # A factor that equals the number of ranks makes up for their average.
     least = max(min(items, samples or items), 3)
     by_hand = any(ranks * number == 1 for _, number in numbers)
-    by_hand &= any(number >= least and not each.rounded and not _is_power_of_ten(number) for each, number in numbers)
+    by_hand &= any(number >= least and not each.rounded and not is_power_of_ten(number) for each, number in numbers)
     is_count = any(number < 1 for _, number in numbers) and (is_size(product) or by_hand)
     return [each for each, _ in numbers] if is_count else []
 
@@ -161,10 +161,11 @@ def is_rounded(factor: float) -> bool:
 
 def _is_multiple(number: float, samples: int) -> bool:
     """Return whether a number is more likely samples times a size, such as pixels, than a constant."""
-    return samples >= _MANY and number % samples == 0 and not _is_power_of_ten(number)
+    return samples >= _MANY and number % samples == 0 and not is_power_of_ten(number)
 
 
-def _is_power_of_ten(number: float) -> bool:
+def is_power_of_ten(number: float) -> bool:
+    """Return whether a positive number is 1, 10, 100 and so on."""
     return math.log10(number).is_integer()
 
 

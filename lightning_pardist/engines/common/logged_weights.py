@@ -113,7 +113,6 @@ class NotedMeans:
         self._always |= self._counted
         self._notes = self._several or self._always or (self._unknown and not self._notes) or self._num_steps < _FIRST
         if self._counts is not None:
-            self._counts.follows_sums = self._several
             self._counts.forget()
         self._found.clear()
         self._several = self._unknown = self._counted = False

@@ -29,6 +29,7 @@ from lightning_pardist.engines.common.batch_dim import (
     BatchDims,
     GatheredResults,
 )
+from lightning_pardist.engines.common.divisor_counts import divisors_inside
 from lightning_pardist.engines.common.held_tensors import is_held
 from lightning_pardist.engines.common.masked_sums import SMALL, elements, mask_of
 
@@ -82,7 +83,7 @@ def couplings(loss: Tensor, *, samples: int | None, gathers: bool = False) -> It
         if reason := _mixed(node, kind, inputs, samples):
             yield reason
         combines = kind in _COMBINING and len(inputs) == 2 and node in outside and not with_all
-        if combines and _combines(node, kind, inputs, all_dims, above):
+        if combines and _combines(node, kind, inputs, all_dims, above, samples):
             yield f"{kind} of each sample and a result of all samples"
         if kind in _SCATTERS and not _only_adds_up(node, above) and _adds_by_class(node, samples):
             yield f"{kind} sums samples by class, and the loss is not additive in the result"
@@ -124,16 +125,40 @@ def _is_weight(node: Node, dims: BatchDims) -> bool:
 
 
 def _combines(
-    node: Node, kind: str, inputs: Sequence[Node], dims: BatchDims, above: Mapping[Node, Node | None]
+    node: Node,
+    kind: str,
+    inputs: Sequence[Node],
+    dims: BatchDims,
+    above: Mapping[Node, Node | None],
+    samples: int,
 ) -> bool:
     """Return whether an operation combines each sample with a result of all samples, as in ``losses / losses.sum()``.
 
-    Not counted are sums of such a result and losses that are only added up afterwards.
+    Not counted are sums of a mean and losses that are only added up afterwards.
     """
     for one, other in (inputs, inputs[::-1]):
         if dims.of(one) == REDUCED and dims.of(other) >= 0 and _is_of_all(one, dims, _SHORT):
-            return kind in ("Mul", "Div") or not _only_adds_up(node, above, _ADDING | {"Mean"})
+            added_up = kind not in ("Mul", "Div") and _only_adds_up(node, above, _ADDING | {"Mean"})
+            # A sum over samples that is added to each sample counts as often as there are samples.
+            return not added_up or _is_sum(one, dims, samples)
     return False
+
+
+def _is_sum(node: Node, dims: BatchDims, samples: int) -> bool:
+    """Return whether a result is a sum over samples without weights, which nothing has multiplied or divided."""
+    while kind_of(node) in SAME | {"Neg"}:
+        (node,) = _operands(node)
+    if kind_of(node) != "Sum":
+        return False
+    (summed,) = _operands(node)
+    at, sizes = dims.of(summed), shape_of(summed) or ()
+    is_over_samples = 0 <= at < len(sizes) and sizes[at] == samples
+    weighted = any(divisors_inside(node)) or any(mask_of(each) is not None for each in elements(node))
+    return is_over_samples and not weighted
+
+
+def _operands(node: Node) -> list[Node]:
+    return [child for child in inputs_of(node) if child is not None]
 
 
 def _is_of_all(node: Node, dims: BatchDims, left: int) -> bool:

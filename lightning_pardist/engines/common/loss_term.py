@@ -26,6 +26,7 @@ from lightning_pardist.engines.common.divisor_counts import (
     divisors_inside,
     is_computed,
     is_count_of,
+    is_power_of_ten,
     number_of,
     product_of_numbers,
 )
@@ -248,6 +249,21 @@ class Position:
         term = self.term("mean", f"{what} divided by a count", count, by_data=True)
         shared = counts[0].at if len(counts) == 1 else None
         return replace(term, shared=shared, surplus=surplus, added=added, items=sizes[dim] if sizes else 0)
+
+
+def is_multiple_of_batch(term: Term, samples: int | None) -> bool:
+    """Return whether a term is a sum divided by a constant that is probably several times the number of samples.
+
+    A multiple by a power of two of fewer than 8 samples is probably a constant.
+
+    Args:
+        term: The term.
+        samples: Number of samples in the batch.
+    """
+    if term.kind != "sum" or not samples or samples < 3 or is_power_of_ten(term.number):
+        return False
+    times = term.number / samples
+    return times > 1 and times.is_integer() and (samples >= 8 or not math.log2(times).is_integer())
 
 
 def opaque_term(terms: Sequence[Term]) -> str:

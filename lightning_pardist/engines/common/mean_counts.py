@@ -87,6 +87,15 @@ class _Sum:
         return is_changed(self.result, self.value)
 
 
+def _is_short(value: Any) -> bool:
+    return not isinstance(value, Tensor) and value == round(value, 6)
+
+
+def _is_zero(value: Any) -> bool:
+    """Return whether a value is a zero on the host, such as one to which a loop adds."""
+    return isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu" and not value.any()
+
+
 class MeanCounts:
     """Counts of the means that a step computes, in eager code.
 
@@ -97,13 +106,10 @@ class MeanCounts:
 
     Args:
         sums: Whether sums with factors are followed, which takes about 0.1 ms more per step.
-
-    Attributes:
-        follows_sums: Likewise, for the next step.
     """
 
     def __init__(self, *, sums: bool) -> None:
-        self.follows_sums = sums
+        self._follows_sums = sums
         #: Parts of values by address, with a detached alias, which keeps the memory and not the graph of a training
         #: step, and a copy.
         self._known: dict[int, tuple[Tensor, Tensor, tuple[MeanPart, ...]]] = {}
@@ -116,7 +122,7 @@ class MeanCounts:
     def recording(self) -> Iterator[None]:
         """Context of a step: forget the previous one's means, and record. Not collective."""
         self.forget()
-        reductions = patches.report_reductions(self._note, arithmetic=self.follows_sums)
+        reductions = patches.report_reductions(self._note, arithmetic=self._follows_sums)
         try:
             with patches.report_scalar_casts(self._follow, self._follow, mask=self._note_mask), reductions:
                 yield
@@ -141,8 +147,14 @@ class MeanCounts:
         return next(same, None)
 
     def count_of(self, value: Any) -> Count | None:
-        """Return the count of a value that is a single mean of items, see :meth:`parts_of`; None otherwise."""
-        parts = self.parts_of(value) or ()
+        """Return the count of a value that is a single mean of items, see :meth:`parts_of`; None otherwise.
+
+        A constant may have been added to the mean (``1 - accuracy``): a Python number of at most 6 decimals, since one
+        with more is probably computed.
+        """
+        parts = tuple(
+            part for part in self.parts_of(value) or () if part.items is not None or not _is_short(part.value)
+        )
         usable = len(parts) == 1 and not parts[0].is_size and abs(parts[0].added) <= _EPSILON
         return parts[0].items if usable else None
 
@@ -278,6 +290,7 @@ class MeanCounts:
             self._sums[id(result)] = _Sum(result, count, added)
         elif name in ("add", "sub") and (known := one or other) is not None:
             number = second if other is None else first
+            number = 0 if _is_zero(number) else number
             if type(number) in (int, float) and (name == "add" or other is None):
                 added = known.added + (number if name == "add" else -number)
                 count = before if known.count is result else known.count

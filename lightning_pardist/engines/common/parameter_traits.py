@@ -1,8 +1,9 @@
-"""Transfer user-defined attributes and gradient hooks to a parameter that replaces another one."""
+"""User-defined attributes of parameters, and hooks on their gradients."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from lightning_pardist.compat.tensors import (
     set_accumulation_hooks,
     set_gradient_hooks,
 )
+from lightning_pardist.engines.common.containers import refill
 from lightning_pardist.engines.common.elementwise import user_attributes
 
 T = TypeVar("T", bound=Tensor)
@@ -34,3 +36,29 @@ def copy_traits(made: T, before: Tensor) -> T:
     if accumulated := accumulation_hooks_of(before):
         set_accumulation_hooks(made, accumulated)
     return made
+
+
+def hooks_on_gradient(parameter: Tensor) -> MutableMapping[int, Callable[[Tensor], Tensor | None]]:
+    """Return the hooks on a parameter's gradient by handle id, also of one that is replaced in steps."""
+    replaced: MutableMapping[int, Any] | None = getattr(parameter, "gradient_hooks", None)
+    return gradient_hooks_of(parameter) if replaced is None else replaced
+
+
+class HooksOnGradients:
+    """Saves the hooks on the gradients of parameters, and on their accumulation, for the time of a trial run.
+
+    Args:
+        parameters: The parameters.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._kept = [
+            (parameter, dict(hooks_on_gradient(parameter)), dict(accumulation_hooks_of(parameter)))
+            for parameter in parameters
+        ]
+
+    def restore(self) -> None:
+        """Remove hooks that were registered since, and add those that were removed."""
+        for parameter, hooks, accumulated in self._kept:
+            refill(hooks_on_gradient(parameter), hooks)
+            refill(accumulation_hooks_of(parameter), accumulated)

@@ -161,10 +161,9 @@ def can_be_called(module: nn.Module) -> bool:
 
 def original_class(module: nn.Module) -> type:
     """Return a module's class without the one that ``fully_shard`` puts in front."""
-    from torch.distributed.fsdp import FSDPModule
+    from lightning_pardist.compat.fsdp2 import unsharded_class
 
-    cls = type(module)
-    return cls.__mro__[2] if issubclass(cls, FSDPModule) else cls
+    return unsharded_class(type(module))
 
 
 def _kind(unit: Unit) -> tuple[str, str, int]:

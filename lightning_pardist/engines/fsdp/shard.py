@@ -246,13 +246,14 @@ class _Settings:
             if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
         reshard = True if self.reshard == "auto" else self.reshard
-        fully_shard(
-            unit,
-            **self.options,
-            reshard_after_forward=False if unit is self.module else reshard,
-            shard_placement_fn=functools.partial(_placement, self.mesh.size(self.mesh.ndim - 1)),
-            ignored_params=foreign or None,
-        )
+        with fsdp2.fitted_class(unit):
+            fully_shard(
+                unit,
+                **self.options,
+                reshard_after_forward=False if unit is self.module else reshard,
+                shard_placement_fn=functools.partial(_placement, self.mesh.size(self.mesh.ndim - 1)),
+                ignored_params=foreign or None,
+            )
         fsdp2.make_copyable(unit)
 
 

@@ -31,7 +31,7 @@ from lightning_pardist.engines.pipeline.schedule import (
     stage_ranks,
 )
 from lightning_pardist.engines.pipeline.stage_plan import PipelinePlan, StageCost, plan_stages
-from lightning_pardist.engines.pipeline.step_record import find_loss, record_step
+from lightning_pardist.engines.pipeline.step_record import find_loss, record_step, with_scalar_loss
 
 __all__ = [
     "SCHEDULES",
@@ -66,4 +66,5 @@ __all__ = [
     "record_step",
     "split_batch",
     "stage_ranks",
+    "with_scalar_loss",
 ]

@@ -20,6 +20,7 @@ from lightning_pardist.compat.modules import own_buffers
 from lightning_pardist.engines.common.containers import refill
 from lightning_pardist.engines.common.devices import device_in_use, preserve_random_state
 from lightning_pardist.engines.common.own_generators import set_state, state_of
+from lightning_pardist.engines.common.parameter_traits import HooksOnGradients, hooks_on_gradient
 
 #: Takes the unit's name, its original forward, args and kwargs; returns the result of the call.
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -69,13 +70,15 @@ def intercepted(units: dict[str, nn.Module], handler: Handler) -> Iterator[None]
 def undisturbed(root: nn.Module) -> Iterator[None]:
     """Restore buffers, metric states, other attributes and RNG states of a module after the code inside has run.
 
-    If that code removes no hook and registers new ones for good, as a model's first call may, the new hooks are kept,
-    and so are the boolean attributes with which the model records that they are registered.
+    Hooks on gradients of parameters are restored as well. If that code removes no hook of a module and registers new
+    ones for good, as a model's first call may, the new hooks are kept, and so are the boolean attributes with which the
+    model records that they are registered.
 
     Args:
         root: The module whose state a trial run may change.
     """
     restorers = [_snapshot(module) for module in root.modules()]
+    on_gradients = HooksOnGradients(root.parameters())
     begin = next_hook()
     lasting = False
     try:
@@ -87,6 +90,7 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for restore in restorers:
                 restore(lasting)
+        on_gradients.restore()
 
 
 def next_hook() -> int:
@@ -111,6 +115,19 @@ def remove_hooks_since(root: nn.Module, begin: int) -> None:
     for registry in _registries_of_hooks(root):
         for number in [number for number in registry if number >= begin]:
             del registry[number]
+
+
+def remove_gradient_hooks_since(root: nn.Module, begin: int) -> None:
+    """Remove the hooks on gradients of a module's parameters with numbers from ``begin`` on.
+
+    Hooks after accumulation are left: engines register some as well.
+    """
+    if begin == RemovableHandle.next_id:
+        return
+    for parameter in root.parameters():
+        hooks = hooks_on_gradient(parameter)
+        for number in [number for number in hooks if number >= begin]:
+            del hooks[number]
 
 
 def _registries_of_hooks(root: nn.Module) -> Iterator[dict[int, Any]]:

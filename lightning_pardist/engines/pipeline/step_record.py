@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -91,6 +93,26 @@ def find_loss(result: Any) -> torch.Tensor | None:
         return result
     found = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
     return found if isinstance(found, torch.Tensor) else None
+
+
+def with_scalar_loss(result: Any) -> Any:
+    """Return a step's result with a loss without dims, since one of shape ``[1]`` looks like a value of one sample.
+
+    Args:
+        result: Return value of the step; not changed. An object that cannot be changed is returned as it is.
+    """
+    loss = find_loss(result)
+    if loss is None or loss.dim() == 0 or loss.numel() != 1:
+        return result
+    if loss is result:
+        return loss.reshape(())
+    result = copy.copy(result)
+    if isinstance(result, dict):
+        result["loss"] = loss.reshape(())
+    else:
+        with contextlib.suppress(AttributeError):
+            result.loss = loss.reshape(())
+    return result
 
 
 def describe_output(

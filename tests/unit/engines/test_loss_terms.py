@@ -10,6 +10,7 @@ from lightning_pardist.compat.autograd_graph import inputs_of, is_python_number,
 from lightning_pardist.engines.common.floored_counts import noted_floors
 from lightning_pardist.engines.common.held_tensors import mark_held
 from lightning_pardist.engines.common.loss_couplings import couplings
+from lightning_pardist.engines.common.loss_term import is_multiple_of_batch
 from lightning_pardist.engines.common.loss_terms import find_terms
 
 BATCH, LENGTH, WIDTH, CLASSES = 4, 6, 8, 10
@@ -203,6 +204,36 @@ def test_samples_that_are_compared():
     assert list(couplings((features.t() @ features / BATCH).pow(2).sum(), samples=BATCH))
     for loss in (nll(), samples().mean() + (NET[1].weight @ NET[1].weight.t()).sum()):
         assert not list(couplings(loss, samples=BATCH))
+
+
+def test_sums_over_samples_that_are_added_to_each_sample():
+    rows, table = samples(), nn.Embedding(2 * BATCH, 4)
+    each, mask = rows.square().sum(1), torch.arange(BATCH) % 2
+    for loss in ((each.sum() + each).sum(), (each - each.sum()).mean(), (rows.square().sum() + each).sum()):
+        assert list(couplings(loss, samples=BATCH))
+    summands = [
+        each.mean(),
+        each.sum() / BATCH,
+        each.sum() * (1 / BATCH),
+        (each / BATCH).sum(),
+        (each * mask).sum() * (1 / mask.sum()),
+        0.0 * each.sum(),
+        table(torch.arange(2 * BATCH)).square().sum(),
+        (NET[1].weight @ torch.ones(NET[1].weight.shape[1])).sum(),
+    ]
+    for summand in summands:
+        assert not list(couplings((summand + each).mean(), samples=BATCH))
+    assert not list(couplings(each.sum() + each.sum(), samples=BATCH))
+
+
+@pytest.mark.parametrize(
+    ("divisor", "expected"), [(3 * BATCH, True), (3 * BATCH + 1, False), (4 * BATCH, False), (100, False)]
+)
+def test_constants_that_may_be_counts(divisor, expected):
+    (term,) = find_terms(samples().square().sum() / divisor, samples=BATCH)
+    assert (term.kind, term.number) == ("sum", divisor)
+    assert is_multiple_of_batch(term, BATCH) == expected
+    assert not is_multiple_of_batch(term, 1)
 
 
 class AllGather(torch.autograd.Function):

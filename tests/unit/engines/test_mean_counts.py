@@ -207,6 +207,22 @@ def test_counts_of_means(name, mode):
     assert counts.count_of(mean) is None
 
 
+def test_numbers_added_to_means_and_sums_added_to_zero():
+    counts = MeanCounts(sums=True)
+    right, total = COUNTS.float() > 0.5, torch.zeros(())
+    with torch.no_grad(), counts.recording():
+        accuracy = right[COUNTS].float().mean()
+        error, percent = 1 - accuracy, 100 * accuracy
+        ratio = (total + SCORES[COUNTS].sum()) / (torch.tensor(0) + COUNTS.sum())
+        of_unknown = accuracy + total.add(1)
+        of_computed = accuracy + SCORES.mean().item()
+    known = counts.count_of(accuracy)
+    assert known is not None
+    assert counts.count_of(error) == counts.count_of(percent) == known
+    assert counts.count_of(ratio) == COUNTS.sum()
+    assert counts.count_of(of_unknown) is counts.count_of(of_computed) is None
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_no_mean_over_items_is_not_known(name):
     counts = MeanCounts(sums=True)
