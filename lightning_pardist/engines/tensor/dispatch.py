@@ -355,19 +355,20 @@ class TensorRuntime:
     def _on_parameters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Leave in-place changes and properties of parameters to DTensor.
 
-        Collective over the group for an in-place change that DTensor lacks (``weight[2] = 0``): it runs on the whole
-        tensor.
+        Collective over the group for an in-place change that DTensor lacks, and for a write of elements
+        (``weight[2] = 0``), which DTensor of torch 2.15 makes to a copy: they run on the whole tensor.
         """
         args, kwargs = map_only(self.kind, self._close, (args, kwargs))
         name, inplace = plain_name(func)
         if name == "set:data":
             with below_torch_functions():
                 return assign(*args)
-        try:
-            return func(*args, **kwargs)
-        except NotImplementedError:
-            if not inplace and name != "setitem":
-                raise
+        if name != "setitem" or not isinstance(args[0], DTensor):
+            try:
+                return func(*args, **kwargs)
+            except NotImplementedError:
+                if not inplace:
+                    raise
         parameter, (args, kwargs) = args[0], map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
         result = func(*args, **kwargs)
         mesh, placements = parameter.device_mesh, parameter.placements
